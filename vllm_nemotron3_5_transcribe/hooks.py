@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every touch of a vLLM private, one function each.
+
+Each function says why it is needed, how it works, which edit an upstream merge
+would make in its place, and when it can go. All are idempotent. Imports of vLLM
+sit inside the functions: importing this module must cost nothing.
+"""
+
+MODEL_MODULE = "vllm.model_executor.models.nemotron3_5_transcribe"
+TARGET_CLASS = "Nemotron3_5TranscribeForConditionalGeneration"
+TARGET_ARCHITECTURES = ("NeMoSpeechLMForConditionalGeneration", TARGET_CLASS)
+DRAFT_ARCHITECTURE = "Nemotron3_5TranscribeMTP"
+MODEL_TYPE = "nemo_speechlm"
+
+
+def register_models() -> None:
+    """Make the target and the drafter known by their architecture names.
+
+    Why: vLLM resolves ``architectures`` of config.json through its registry.
+    How: public API, by string, so that nothing is imported before it is used.
+    Upstream edit: entries in ``models/registry.py``.
+    Goes when: vLLM ships the model.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in TARGET_ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{MODEL_MODULE}:{TARGET_CLASS}")
+    ModelRegistry.register_model(
+        DRAFT_ARCHITECTURE, f"{MODEL_MODULE}:{DRAFT_ARCHITECTURE}"
+    )
+
+
+def register_config() -> None:
+    """Make ``model_type: nemo_speechlm`` readable without remote code.
+
+    Why: neither vLLM nor the transformers it pins knows the model type.
+    How: an entry in vLLM's private table, which comes before remote code, and
+        transformers' own registration for the tokenizer and processor loaders.
+    Upstream edit: an entry in ``_CONFIG_REGISTRY`` and in ``configs/__init__.py``.
+    Goes when: vLLM ships the model.
+    """
+    from transformers import AutoConfig
+
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+    from vllm.transformers_utils.configs.nemotron3_5_transcribe import (
+        Nemotron3_5TranscribeConfig,
+    )
+
+    _CONFIG_REGISTRY[MODEL_TYPE] = Nemotron3_5TranscribeConfig
+    AutoConfig.register(MODEL_TYPE, Nemotron3_5TranscribeConfig, exist_ok=True)
+
+
+def register_config_defaults() -> None:
+    """Give our architectures NemotronH's defaults (float32 Mamba state).
+
+    Why: vLLM keys these defaults by architecture, and ours is a wrapper.
+    How: an entry in the private ``MODELS_CONFIG_MAP`` that asks NemotronH's rule
+        about the text config.
+    Upstream edit: the same entry in ``models/config.py``.
+    Goes when: vLLM ships the model.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm_nemotron3_5_transcribe.config_defaults import TranscribeConfigDefaults
+
+    for architecture in TARGET_ARCHITECTURES:
+        MODELS_CONFIG_MAP[architecture] = TranscribeConfigDefaults
+
+
+def admit_non_gated_experts_on_cpu() -> None:
+    """Let NemotronH's relu-squared experts run on a CPU.
+
+    Why: the MoE config raises for non-gated experts off the GPU, and no CPU
+        experts class takes them.
+    How: the config's last check is skipped on a CPU, and the list of CPU classes
+        gets ours at its end, which refuses whatever is gated.
+    Upstream edit: drop the check, add the class to ``oracle/unquantized.py``.
+    Goes when: vLLM has a CPU kernel for non-gated experts.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+    from vllm_nemotron3_5_transcribe.cpu_experts import CPUNonGatedExperts
+
+    if getattr(unquantized.backend_to_kernel_cls, "admits_non_gated", False):
+        return
+    listed_classes = unquantized.backend_to_kernel_cls
+    check_config = FusedMoEConfig.__post_init__
+
+    def backend_to_kernel_cls(backend):
+        classes = listed_classes(backend)
+        if backend == unquantized.UnquantizedMoeBackend.CPU:
+            return [*classes, CPUNonGatedExperts]
+        return classes
+
+    def post_init(self) -> None:
+        try:
+            check_config(self)
+        except NotImplementedError as error:
+            # The check comes last, so every field is set by now.
+            if "is_act_and_mul=False" not in str(error):
+                raise
+
+    backend_to_kernel_cls.admits_non_gated = True
+    unquantized.backend_to_kernel_cls = backend_to_kernel_cls
+    FusedMoEConfig.__post_init__ = post_init
+
+
+# In the order of registration.
+ALL_HOOKS = (
+    register_models,
+    register_config,
+    register_config_defaults,
+    admit_non_gated_experts_on_cpu,
+)
