@@ -173,14 +173,15 @@ class LogMelSpectrogram(nn.Module):
             sampling_rate=config.sample_rate,
             norm="slaney",
             mel_scale="slaney",
-            dtype=np.float32,
         )
         # Not persistent: dummy weights must not overwrite constants.
         self.featurizer = nn.Module()
         self.featurizer.register_buffer("window", self._round(window), persistent=False)
         self.featurizer.register_buffer(
             "fb",
-            self._round(torch.tensor(mel_bank.T, device=window.device)[None]),
+            self._round(
+                torch.tensor(mel_bank.T.astype(np.float32), device=window.device)[None]
+            ),
             persistent=False,
         )
 
@@ -203,12 +204,10 @@ class LogMelSpectrogram(nn.Module):
         """
         config = self.config
         signal = signal.to(torch.float32)
-        signal = torch.cat([signal[:1], signal[1:] - config.preemphasis * signal[:-1]])
+        signal = F.pad(signal, (0, max(get_min_audio_samples(config) - len(signal), 0)))
         num_frames = get_num_mel_frames(len(signal), config)
-        half = config.n_fft // 2
-        # Room for a clip shorter than one hop, then the centre padding.
-        padding = max(get_min_audio_samples(config) - len(signal), 0)
-        signal = F.pad(signal, (half, half + padding))
+        signal = torch.cat([signal[:1], signal[1:] - config.preemphasis * signal[:-1]])
+        signal = F.pad(signal, (config.n_fft // 2, config.n_fft // 2))
 
         mel_bank = self.featurizer.fb[0]
         blocks = []
