@@ -11,6 +11,7 @@ layout of the BF16 release, and loads such a folder back.
 Runs in the reference environment (``tools/setup.sh --reference``).
 """
 
+import hashlib
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import (
@@ -107,6 +109,7 @@ _QKV = re.compile(r"attn\.([qkv])_proj\.weight$")
 
 _DTYPES = {
     torch.int64: "I64",
+    torch.int32: "I32",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.uint8: "U8",
@@ -660,6 +663,11 @@ def stored_tensors(
     return tensors
 
 
+def is_float32(name: str) -> bool:
+    """Tell whether a model tensor (reference name) is stored in float32."""
+    return _FLOAT32_NAMES.search(_stored_name(name)) is not None
+
+
 def _stored_name(name: str) -> str:
     for old, new in _PREFIXES:
         if name.startswith(old):
@@ -757,6 +765,12 @@ def write_safetensors(
             file.write(flat.view(torch.uint8).numpy().tobytes())
 
 
+def file_sha256(path: str | Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _compact_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
@@ -798,6 +812,37 @@ def feature_extractor(
         win_length=round(values.get("window_size", 0.025) * rate),
         n_fft=values.get("n_fft", 512),
         mel_filters_dtype="bfloat16",
+    )
+
+
+def clip_features(
+    extractor: NemotronAsrStreamingFeatureExtractor,
+    audio: np.ndarray,
+    subsampling_factor: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transform one clip as the reference's processor does.
+
+    A clip without a whole frame is zero-padded to one first, as serving does; the
+    reference itself would give it no embedding.
+
+    Args:
+        extractor: See :func:`feature_extractor`.
+        audio: (samples,) floats at the extractor's rate.
+        subsampling_factor: The spectrogram is padded to a multiple of it.
+
+    Returns:
+        (1, frames, mels) log-mels and the (1, frames) int64 mask of the valid ones.
+    """
+    audio = np.asarray(audio, dtype=np.float32)
+    audio = np.pad(audio, (0, max(0, extractor.hop_length - len(audio))))
+    output = extractor(
+        [audio], sampling_rate=extractor.sampling_rate, return_tensors="pt"
+    )
+    features = output["input_features"]
+    padding = -features.shape[1] % subsampling_factor
+    return (
+        torch.nn.functional.pad(features, (0, 0, 0, padding)),
+        torch.nn.functional.pad(output["attention_mask"].long(), (0, padding)),
     )
 
 
