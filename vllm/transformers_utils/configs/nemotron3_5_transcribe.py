@@ -15,16 +15,23 @@ A key that is absent has the value of the released 30B-A3B checkpoint, so the ba
 are ignored. Anything that we would have to guess at is an error naming the key.
 """
 
-import copy
-import json
-import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import NemotronHConfig, PretrainedConfig
+
+from vllm.transformers_utils.configs.nemotron3_5_transcribe_audio import (
+    CTC_CONFIG_KEY,
+    Nemotron3_5TranscribeAudioConfig,
+    Nemotron3_5TranscribeCTCConfig,
+)
+from vllm.transformers_utils.configs.nemotron3_5_transcribe_reading import (
+    ConfigSection,
+    merge_json,
+)
 
 _AUDIO_LOCATOR_TAG = "<|audio|>"
 
@@ -32,10 +39,8 @@ _AUDIO_LOCATOR_TAG = "<|audio|>"
 # id is the first of them. NeMo serves the model with as many.
 _EXTRA_VOCAB_ROWS = 10
 
+_ARCHITECTURE = "NeMoSpeechLMForConditionalGeneration"
 _BACKBONE_FOLDER = "llm_backbone"
-
-# Metadata key of the word timing head's sizes; a saved config holds them too.
-_CTC_KEY = "ctc_timestamp_decoder_config"
 
 # Layer symbols of NemotronH, and the spellings of each in a list of layer types.
 _LAYER_SYMBOLS = {
@@ -48,650 +53,11 @@ _LAYER_SYMBOLS = {
 }
 _MTP_SYMBOLS = "*E"
 
-_T = TypeVar("_T")
-
-
-# ---------------------------------------------------------------------------
-# Reading JSON with names
-# ---------------------------------------------------------------------------
-
-
-def _spell(value: Any) -> str:
-    """Show a value in an error message; JSON can hold whole weight lists."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-class _Section:
-    """A JSON object that knows where it stands in the file.
-
-    Args:
-        values: The parsed object; None is an absent one.
-        path: Dotted path of the object, empty for the file itself.
-
-    Raises:
-        TypeError: `values` is not an object.
-    """
-
-    def __init__(self, values: Any, path: str = "") -> None:
-        self.path = path
-        if values is None:
-            values = {}
-        if not isinstance(values, Mapping):
-            raise TypeError(f"`{path}` must be an object, got {_spell(values)}")
-        self.values = values
-
-    def name(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def get(self, key: str) -> Any:
-        """The value, None when it is absent or null: NeMo writes unset keys."""
-        return self.values.get(key)
-
-    def section(self, key: str) -> "_Section":
-        return _Section(self.get(key), self.name(key))
-
-    def fail(self, key: str, problem: str) -> ValueError:
-        return ValueError(f"`{self.name(key)}` {problem}, got {_spell(self.get(key))}")
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"`{self.name(key)}` must be true or false, got {_spell(value)}"
-            )
-        return value
-
-    def number(
-        self,
-        key: str,
-        default: _T,
-        low: float | None = None,
-        high: float | None = None,
-    ) -> _T:
-        """A number of the default's kind, within `low` and `high` (inclusive)."""
-        value = self.get(key)
-        if value is None:
-            return default
-        whole = isinstance(default, int)
-        if isinstance(value, bool) or not isinstance(
-            value, int if whole else (int, float)
-        ):
-            kind = "an integer" if whole else "a number"
-            raise TypeError(f"`{self.name(key)}` must be {kind}, got {_spell(value)}")
-        if not math.isfinite(value):
-            raise self.fail(key, "must be finite")
-        if low is not None and value < low:
-            raise self.fail(key, f"must be at least {low}")
-        if high is not None and value > high:
-            raise self.fail(key, f"must be at most {high}")
-        return value if whole else float(value)  # type: ignore[return-value]
-
-    def text(self, key: str, default: str | None) -> str | None:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise TypeError(f"`{self.name(key)}` must be a string, got {_spell(value)}")
-        return value
-
-    def only(self, key: str, *supported: Any) -> None:
-        """Refuse a value that the model has no implementation for."""
-        value = self.get(key)
-        if value is None:
-            return
-        # `0 == False`: a bool matches a bool only.
-        if not any(
-            value == other and isinstance(value, bool) == isinstance(other, bool)
-            for other in supported
-        ):
-            names = " or ".join(_spell(other) for other in supported)
-            raise self.fail(key, f"is supported as {names} only")
-
-    def one_of(self, keys: Iterable[str]) -> str | None:
-        """The one key given among several spellings.
-
-        Raises:
-            ValueError: Two of them are given with different values.
-        """
-        given = [key for key in keys if self.get(key) is not None]
-        for other in given[1:]:
-            if self.get(other) != self.get(given[0]):
-                raise ValueError(
-                    f"`{self.name(given[0])}` ({_spell(self.get(given[0]))}) and "
-                    f"`{self.name(other)}` ({_spell(self.get(other))}) disagree"
-                )
-        return given[0] if given else None
-
-
-def _key(
-    key: str, default: Any, *, low: float | None = None, high: float | None = None
-) -> Any:
-    """A dataclass field read from NeMo's `key`, of the kind of its default."""
-    return field(default=default, metadata={"key": key, "low": low, "high": high})
-
-
-def _keyed_fields(cls: Any) -> Iterable[Field]:
-    return (entry for entry in fields(cls) if "key" in entry.metadata)
-
-
-def _read_fields(defaults: Any, section: _Section) -> dict[str, Any]:
-    """Values of a dataclass's keyed fields; `defaults` is an instance of it."""
-    values = {}
-    for entry in _keyed_fields(defaults):
-        key = entry.metadata["key"]
-        default = getattr(defaults, entry.name)
-        if isinstance(default, bool):
-            values[entry.name] = section.boolean(key, default)
-        else:
-            values[entry.name] = section.number(
-                key, default, entry.metadata["low"], entry.metadata["high"]
-            )
-    return values
-
-
-def _write_fields(config: Any) -> dict[str, Any]:
-    """The inverse of :func:`_read_fields`."""
-    return {
-        entry.metadata["key"]: getattr(config, entry.name)
-        for entry in _keyed_fields(config)
-    }
-
-
-def _merge(base: Mapping[str, Any], over: Any) -> Any:
-    """Lay `over` over `base`, object by object; a null leaves the base's value."""
-    if not isinstance(over, Mapping):
-        return over
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping):
-            merged[key] = below if value is None else _merge(below, value)
-        elif value is not None or key not in merged:
-            merged[key] = value
-    return merged
-
-
-# ---------------------------------------------------------------------------
-# Audio
-# ---------------------------------------------------------------------------
-
-
-@dataclass
-class Nemotron3_5TranscribePreprocessorConfig:
-    """Log-mel front end (`perception.preprocessor`); lengths are in samples."""
-
-    sample_rate: int = _key("sample_rate", 16000, low=1)
-    num_mel_bins: int = _key("features", 128, low=1)
-    n_fft: int = _key("n_fft", 512, low=2)
-    preemphasis: float = _key("preemph", 0.97, low=0.0, high=1.0)
-    log_zero_guard: float = _key("log_zero_guard_value", 2.0**-24, low=0.0)
-    hop_length: int = 160
-    win_length: int = 400
-    window: str = "hann"
-    mel_norm: str = "slaney"
-
-    @classmethod
-    def from_nemo(cls, section: _Section) -> "Nemotron3_5TranscribePreprocessorConfig":
-        release = cls()
-        section.only("window", "hann")
-        section.only("log", True)
-        section.only("frame_splicing", 1)
-        # The encoder normalises for itself, each branch in its own way.
-        section.only("normalize", "NA", "per_feature", False)
-        section.only("mag_power", 2, 2.0)
-        section.only("mel_norm", "slaney")
-        section.only("log_zero_guard_type", "add")
-        section.only("exact_pad", False)
-        section.only("lowfreq", 0)
-        values = _read_fields(release, section)
-        rate = values["sample_rate"]
-        if section.get("highfreq") not in (None, rate / 2):
-            raise section.fail("highfreq", f"is supported as {rate / 2} only")
-        if values["log_zero_guard"] == 0:
-            raise section.fail("log_zero_guard_value", "must be positive")
-        for name, key, release_key in (
-            ("hop_length", "window_stride", "n_window_stride"),
-            ("win_length", "window_size", "n_window_size"),
-        ):
-            seconds = section.number(key, 0.0, low=0.0)
-            samples = section.number(release_key, 0, low=1)
-            if section.get(key) is None and section.get(release_key) is None:
-                # The release's lengths are times: another rate scales them.
-                samples = round(getattr(release, name) * rate / release.sample_rate)
-            elif section.get(key) is not None:
-                if samples not in (0, round(seconds * rate)):
-                    raise ValueError(
-                        f"`{section.name(key)}` ({seconds} s) and "
-                        f"`{section.name(release_key)}` ({samples}) disagree"
-                    )
-                samples = round(seconds * rate)
-            if samples < 1:
-                raise section.fail(key, "must be at least one sample long")
-            values[name] = samples
-        if values["win_length"] > values["n_fft"]:
-            raise ValueError(
-                f"`{section.name('window_size')}` is {values['win_length']} samples, "
-                f"more than `{section.name('n_fft')}` ({values['n_fft']})"
-            )
-        return cls(**values)
-
-    def to_nemo(self) -> dict[str, Any]:
-        return _write_fields(self) | {
-            "window_stride": self.hop_length / self.sample_rate,
-            "window_size": self.win_length / self.sample_rate,
-            "window": self.window,
-            "mel_norm": self.mel_norm,
-            "log": True,
-            "normalize": "NA",
-        }
-
-
-@dataclass
-class Nemotron3_5TranscribeEncoderConfig:
-    """NeMo's `TransformerEncoder`, pre-norm with rotary positions, over log-mels."""
-
-    num_mel_bins: int = _key("feat_in", 128, low=1)
-    hidden_size: int = _key("d_model", 1280, low=1)
-    num_hidden_layers: int = _key("n_layers", 32, low=1)
-    num_attention_heads: int = _key("n_heads", 10, low=1)
-    subsampling_factor: int = _key("subsampling_factor", 8, low=1)
-    rope_theta: float = _key("rope_base", 10000.0, low=1.0)
-    partial_rotary_factor: float = _key("rotary_fraction", 0.5, low=0.0, high=1.0)
-    qk_norm: bool = _key("qk_norm", True)
-    intermediate_size: int = 5120
-    layer_norm_eps: float = 1e-5
-
-    @classmethod
-    def from_nemo(
-        cls, section: _Section, release: "Nemotron3_5TranscribeEncoderConfig"
-    ) -> "Nemotron3_5TranscribeEncoderConfig":
-        section.only("self_attention_model", "rope")
-        section.only("subsampling", "feature_stacking")
-        section.only("attn_mode", "full")
-        section.only("qkv_bias", False)
-        section.only("pre_block_norm", True)
-        section.only("feat_out", -1)
-        values = _read_fields(release, section)
-        values["intermediate_size"] = _read_intermediate_size(
-            section,
-            values["hidden_size"],
-            release.intermediate_size / release.hidden_size,
-        )
-        _check_heads(section, "d_model", values)
-        return cls(**values, layer_norm_eps=release.layer_norm_eps)
-
-    def to_nemo(self) -> dict[str, Any]:
-        return _write_fields(self) | {
-            "ff_expansion": self.intermediate_size / self.hidden_size,
-            "subsampling": "feature_stacking",
-            "self_attention_model": "rope",
-        }
-
-
-def _read_intermediate_size(section: _Section, hidden_size: int, release: float) -> int:
-    size = round(section.number("ff_expansion", release) * hidden_size)
-    if size < 1:
-        raise section.fail("ff_expansion", "must make at least one feature")
-    return size
-
-
-def _check_heads(section: _Section, width_key: str, values: dict[str, Any]) -> None:
-    """Check that heads divide the width and that the rotary part is whole pairs."""
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    if width % heads:
-        raise ValueError(
-            f"`{section.name(width_key)}` ({width}) must be a multiple of "
-            f"`{section.name('n_heads')}` ({heads})"
-        )
-    rotary = int(width // heads * values["partial_rotary_factor"])
-    if rotary % 2:
-        raise ValueError(
-            f"`{section.name('rotary_fraction')}` "
-            f"({values['partial_rotary_factor']}) must rotate an even number of a "
-            f"head's {width // heads} features, not {rotary}"
-        )
-
-
-_ASR_RELEASE = Nemotron3_5TranscribeEncoderConfig()
-_DIARIZER_RELEASE = Nemotron3_5TranscribeEncoderConfig(
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=31,
-    num_attention_heads=8,
-    partial_rotary_factor=1.0,
-    qk_norm=False,
-)
-
-
-@dataclass
-class Nemotron3_5TranscribeDiarizerConfig:
-    """Sortformer's head and its speaker cache; lengths are in encoder frames."""
-
-    num_speakers: int = _key("num_spks", 8, low=1)
-    head_hidden_size: int = _key("tf_d_model", 192, low=1)
-    fifo_length: int = _key("fifo_len", 40, low=0)
-    speaker_cache_length: int = _key("spkcache_len", 188, low=1)
-    speaker_cache_update_period: int = _key("spkcache_update_period", 300, low=1)
-    silence_frames_per_speaker: int = _key("spkcache_sil_frames_per_spk", 1, low=0)
-    prediction_score_threshold: float = _key("pred_score_threshold", 0.25, low=0.0)
-    latest_frames_score_boost: float = _key("scores_boost_latest", 0.05)
-    strong_boost_rate: float = _key("strong_boost_rate", 0.75, low=0.0)
-    weak_boost_rate: float = _key("weak_boost_rate", 1.5, low=0.0)
-    min_positive_scores_rate: float = _key("min_pos_scores_rate", 0.5, low=0.0)
-    use_learnable_silence_embedding: bool = _key("use_learnable_sil_emb", True)
-
-    @classmethod
-    def from_nemo(
-        cls, bundle: _Section, modules: _Section
-    ) -> "Nemotron3_5TranscribeDiarizerConfig":
-        values = _read_fields(cls(), modules)
-        # The bundle's own numbers win: it runs a diarizer that was trained with
-        # others.
-        for name, key in (
-            ("fifo_length", "diar_fifo_len"),
-            ("speaker_cache_length", "diar_spkcache_len"),
-            ("speaker_cache_update_period", "diar_spkcache_update_period"),
-        ):
-            low = 0 if name == "fifo_length" else 1
-            values[name] = bundle.number(key, values[name], low=low)
-        if not 0 < values["prediction_score_threshold"] < 1:
-            raise modules.fail("pred_score_threshold", "must lie between 0 and 1")
-        slots = (1 + values["silence_frames_per_speaker"]) * values["num_speakers"]
-        if values["speaker_cache_length"] < slots:
-            section, key = (
-                (modules, "spkcache_len")
-                if bundle.get("diar_spkcache_len") is None
-                else (bundle, "diar_spkcache_len")
-            )
-            raise ValueError(
-                f"`{section.name(key)}` ({values['speaker_cache_length']}) must be at "
-                f"least {slots}: one frame and "
-                f"`{modules.name('spkcache_sil_frames_per_spk')}` "
-                f"({values['silence_frames_per_speaker']}) of silence for each of "
-                f"`{modules.name('num_spks')}` ({values['num_speakers']}) speakers"
-            )
-        return cls(**values)
-
-    def to_nemo(self) -> dict[str, Any]:
-        return _write_fields(self)
-
-
-@dataclass
-class Nemotron3_5TranscribeAudioConfig:
-    """The audio tower: log-mel, speech recognition encoder, diarizer, projection.
-
-    Chunk lengths are in encoder frames (80 ms in the release). A chunk is encoded
-    together with the contexts on either side, of which nothing is kept.
-    """
-
-    chunk_length: int = _key("online_inference_length", 500, low=1)
-    chunk_left_context: int = _key("chunk_left_context", 50, low=0)
-    chunk_right_context: int = _key("chunk_right_context", 50, low=0)
-    speaker_activity_threshold: float = _key(
-        "speaker_activity_threshold", 0.5, low=0.0, high=1.0
-    )
-    preprocessor: Nemotron3_5TranscribePreprocessorConfig = field(
-        default_factory=Nemotron3_5TranscribePreprocessorConfig
-    )
-    asr_encoder: Nemotron3_5TranscribeEncoderConfig = field(
-        default_factory=lambda: copy.copy(_ASR_RELEASE)
-    )
-    diarizer_encoder: Nemotron3_5TranscribeEncoderConfig = field(
-        default_factory=lambda: copy.copy(_DIARIZER_RELEASE)
-    )
-    diarizer: Nemotron3_5TranscribeDiarizerConfig = field(
-        default_factory=Nemotron3_5TranscribeDiarizerConfig
-    )
-    output_size: int = 2688
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the fused encoder states."""
-        return self.asr_encoder.hidden_size
-
-    @property
-    def num_speakers(self) -> int:
-        return self.diarizer.num_speakers
-
-    @property
-    def subsampling_factor(self) -> int:
-        """Spectrogram frames in an encoder frame."""
-        return self.asr_encoder.subsampling_factor
-
-    @classmethod
-    def from_nemo(
-        cls, root: _Section, output_size: int
-    ) -> "Nemotron3_5TranscribeAudioConfig":
-        """Read the tower of a `config.json`.
-
-        Args:
-            root: The whole file.
-            output_size: Hidden size of the decoder.
-
-        Raises:
-            TypeError, ValueError: Naming the key.
-        """
-        perception = root.section("perception")
-        bundle = root.section("pe_encoder_config")
-        bundle.only("asr_normalize_type", "per_feature")
-        bundle.only("diar_normalize_type", "NA")
-        bundle.only("speaker_feature_mode", "thresholded")
-        bundle.only("speaker_feature_config_version", 1)
-        bundle.only("spk_kernel_scale", 1)
-        bundle.only("spk_kernel_row_stride", 1)
-        bundle.only("speaker_row_offset", 0)
-        bundle.only("spk_kernel_calibrate", False)
-        values = _read_fields(cls(), bundle)
-        if values["chunk_right_context"] >= values["chunk_length"]:
-            raise ValueError(
-                f"`{bundle.name('chunk_right_context')}` "
-                f"({values['chunk_right_context']}) must be smaller than "
-                f"`{bundle.name('online_inference_length')}` "
-                f"({values['chunk_length']})"
-            )
-
-        asr_section = bundle.section("asr_encoder_cfg")
-        diarizer_section = bundle.section("diarization_model_cfg")
-        encoder_section = diarizer_section.section("encoder")
-        modules = diarizer_section.section("sortformer_modules")
-        preprocessor = Nemotron3_5TranscribePreprocessorConfig.from_nemo(
-            perception.section("preprocessor")
-        )
-        asr = Nemotron3_5TranscribeEncoderConfig.from_nemo(asr_section, _ASR_RELEASE)
-        diarizer = Nemotron3_5TranscribeEncoderConfig.from_nemo(
-            encoder_section, _DIARIZER_RELEASE
-        )
-        for section, key, value, other, expected in (
-            (
-                asr_section,
-                "feat_in",
-                asr.num_mel_bins,
-                "perception.preprocessor.features",
-                preprocessor.num_mel_bins,
-            ),
-            (
-                encoder_section,
-                "feat_in",
-                diarizer.num_mel_bins,
-                "perception.preprocessor.features",
-                preprocessor.num_mel_bins,
-            ),
-            (
-                encoder_section,
-                "subsampling_factor",
-                diarizer.subsampling_factor,
-                asr_section.name("subsampling_factor"),
-                asr.subsampling_factor,
-            ),
-            (
-                modules,
-                "subsampling_factor",
-                modules.number("subsampling_factor", diarizer.subsampling_factor),
-                encoder_section.name("subsampling_factor"),
-                diarizer.subsampling_factor,
-            ),
-            (
-                modules,
-                "fc_d_model",
-                modules.number("fc_d_model", diarizer.hidden_size),
-                encoder_section.name("d_model"),
-                diarizer.hidden_size,
-            ),
-            (
-                perception.section("modality_adapter"),
-                "d_model",
-                perception.section("modality_adapter").number(
-                    "d_model", asr.hidden_size
-                ),
-                asr_section.name("d_model"),
-                asr.hidden_size,
-            ),
-            (
-                perception,
-                "output_dim",
-                perception.number("output_dim", output_size),
-                "llm_config.hidden_size",
-                output_size,
-            ),
-        ):
-            if value != expected:
-                raise ValueError(
-                    f"`{section.name(key)}` ({value}) must equal `{other}` ({expected})"
-                )
-        if asr.hidden_size % 2:
-            # The table of speaker positions pairs sines with cosines.
-            raise asr_section.fail("d_model", "must be even")
-        return cls(
-            **values,
-            preprocessor=preprocessor,
-            asr_encoder=asr,
-            diarizer_encoder=diarizer,
-            diarizer=Nemotron3_5TranscribeDiarizerConfig.from_nemo(bundle, modules),
-            output_size=output_size,
-        )
-
-    def to_nemo(self) -> dict[str, Any]:
-        """The `perception` and `pe_encoder_config` blocks."""
-        return {
-            "perception": {
-                "output_dim": self.output_size,
-                "preprocessor": self.preprocessor.to_nemo(),
-                "modality_adapter": {"d_model": self.hidden_size},
-            },
-            "pe_encoder_config": _write_fields(self)
-            | {
-                "asr_normalize_type": "per_feature",
-                "diar_normalize_type": "NA",
-                "speaker_feature_mode": "thresholded",
-                "speaker_feature_config_version": 1,
-                "asr_encoder_cfg": self.asr_encoder.to_nemo(),
-                "diarization_model_cfg": {
-                    "encoder": self.diarizer_encoder.to_nemo(),
-                    "sortformer_modules": self.diarizer.to_nemo(),
-                },
-            },
-        }
-
-
-@dataclass
-class Nemotron3_5TranscribeCTCConfig:
-    """The CTC head that times words; its input is the encoder's states.
-
-    Its sizes are in the metadata of the weights, not in `config.json`.
-    """
-
-    hidden_size: int = _key("feat_in", 1280, low=1)
-    num_hidden_layers: int = _key("n_layers", 2, low=1)
-    num_attention_heads: int = _key("n_heads", 16, low=1)
-    rope_theta: float = _key("rope_base", 10000.0, low=1.0)
-    partial_rotary_factor: float = _key("rotary_fraction", 0.5, low=0.0, high=1.0)
-    qk_norm: bool = _key("qk_norm", True)
-    upsampling_factor: int = _key("upsample_factor", 2, low=1)
-    residual_scale: float = _key("residual_scale", 0.1, low=0.0)
-    intermediate_size: int = 640
-    num_classes: int = 23863
-    layer_norm_eps: float = 1e-5
-
-    @property
-    def blank_token_id(self) -> int:
-        """The class after the pieces."""
-        return self.num_classes - 1
-
-    @classmethod
-    def from_decoder_config(
-        cls, decoder_config: Mapping[str, Any] | str
-    ) -> "Nemotron3_5TranscribeCTCConfig":
-        """Read `ctc_timestamp_decoder_config` of the safetensors metadata.
-
-        Args:
-            decoder_config: The JSON text, or the parsed object. `num_classes` counts
-                the pieces, as in NeMo, or the pieces and the blank; `vocabulary`,
-                the list of pieces, tells which.
-
-        Raises:
-            TypeError, ValueError: Naming the key.
-        """
-        if isinstance(decoder_config, str):
-            try:
-                decoder_config = json.loads(decoder_config)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"`{_CTC_KEY}` is not JSON: {error}") from error
-        section = _Section(decoder_config, _CTC_KEY)
-        section.only("use_transformer", True)
-        section.only("residual", True)
-        section.only("self_attention_model", "rope")
-        section.only("qkv_bias", False)
-        section.only("pre_block_norm", True)
-        release = cls()
-        values = _read_fields(release, section)
-        values["intermediate_size"] = _read_intermediate_size(
-            section,
-            values["hidden_size"],
-            release.intermediate_size / release.hidden_size,
-        )
-        _check_heads(section, "feat_in", values)
-        return cls(**values, num_classes=_read_num_classes(section, release))
-
-    def to_decoder_config(self) -> dict[str, Any]:
-        """The inverse, without the vocabulary."""
-        return _write_fields(self) | {
-            "ff_expansion": self.intermediate_size / self.hidden_size,
-            "num_classes": self.num_classes - 1,
-        }
-
-
-def _read_num_classes(
-    section: _Section, release: Nemotron3_5TranscribeCTCConfig
-) -> int:
-    """Classes of the CTC head, with the blank."""
-    vocabulary = section.get("vocabulary")
-    if vocabulary is None:
-        # NeMo's decoders add the blank to `num_classes`.
-        return section.number("num_classes", release.num_classes - 1, low=1) + 1
-    if not isinstance(vocabulary, (list, tuple)) or not all(
-        isinstance(piece, str) for piece in vocabulary
-    ):
-        raise TypeError(
-            f"`{section.name('vocabulary')}` must be a list of strings, "
-            f"got {_spell(vocabulary)}"
-        )
-    pieces = len(vocabulary)
-    # NeMo also writes -1, to be filled in from the vocabulary.
-    declared = section.number("num_classes", pieces)
-    if declared not in (-1, pieces, pieces + 1):
-        raise ValueError(
-            f"`{section.name('num_classes')}` ({declared}) does not fit the {pieces} "
-            f"pieces of `{section.name('vocabulary')}`"
-        )
-    return pieces + 1
-
 
 # ---------------------------------------------------------------------------
 # Decoder
 # ---------------------------------------------------------------------------
+
 
 _LLM_RELEASE: dict[str, Any] = {
     "vocab_size": 131072,
@@ -740,6 +106,7 @@ _LLM_INTEGERS = {
     "ssm_state_size": 1,
     "conv_kernel": 1,
     "chunk_size": 1,
+    "intermediate_size": 1,
     "moe_intermediate_size": 1,
     "moe_shared_expert_intermediate_size": 0,
     "n_routed_experts": 1,
@@ -781,7 +148,7 @@ _LLM_LIMITS = (
 
 
 def _read_pattern(
-    section: _Section, keys: Iterable[str], symbols: str
+    section: ConfigSection, keys: Iterable[str], symbols: str
 ) -> tuple[str, str] | None:
     """A layer pattern under any of its spellings.
 
@@ -821,9 +188,7 @@ def _read_pattern(
                     f"{unknown[0]!r}; known are {', '.join(symbols)}"
                 )
         else:
-            raise TypeError(
-                f"`{section.name(key)}` must be a string or a list, got {_spell(value)}"
-            )
+            raise section.wrong_type(key, "a string or a list")
         if not pattern:
             raise section.fail(key, "must name at least one layer")
         if found is not None and found[1] != pattern:
@@ -839,7 +204,7 @@ _PATTERN_KEYS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 _MTP_PATTERN_KEYS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
 
 
-def _read_llm(section: _Section) -> dict[str, Any]:
+def _read_llm(section: ConfigSection) -> dict[str, Any]:
     """Arguments of the decoder's config class, release values filled in.
 
     The draft head's two keys are left out: they depend on the whole file.
@@ -855,7 +220,7 @@ def _read_llm(section: _Section) -> dict[str, Any]:
         if given is not None:
             values[names[0]] = section.get(given)
 
-    checked = _Section(values, section.path)
+    checked = ConfigSection(values, section.path)
     for key, low in _LLM_INTEGERS.items():
         checked.number(key, _LLM_RELEASE[key], low=low)
     for key in ("routed_scaling_factor", "layer_norm_epsilon"):
@@ -930,12 +295,22 @@ class Nemotron3_5TranscribeMTPConfig:
         }
 
 
-def _read_mtp(root: _Section, llm: _Section) -> Nemotron3_5TranscribeMTPConfig | None:
-    """Resolve the draft head; see checkpoint layouts in the module docstring."""
+def _read_mtp(
+    root: ConfigSection, llm: ConfigSection
+) -> Nemotron3_5TranscribeMTPConfig | None:
+    """Resolve the draft head: an explicit `mtp` wins over `compute_mtp`.
+
+    Args:
+        root: The whole file.
+        llm: The decoder's config, whose own two fields describe what is stored.
+    """
     section = root.section("mtp")
-    explicit = root.get("mtp") is not None
-    legacy = root.boolean("compute_mtp", False)
-    enabled = section.boolean("enabled", True) if explicit else legacy
+    explicit = bool(section.values)
+    enabled = root.boolean("compute_mtp", False)
+    if explicit:
+        enabled = section.boolean(
+            "enabled", section.get("num_nextn_predict_layers") != 0
+        )
     if not enabled:
         return None
 
@@ -961,7 +336,10 @@ def _read_mtp(root: _Section, llm: _Section) -> Nemotron3_5TranscribeMTPConfig |
         )
 
     depths = section.number("num_nextn_predict_layers", backbone_depths or 1, low=1)
-    repeated = section.boolean("use_repeated_layer", False)
+    # One block stored for several depths can only be a repeated one.
+    repeated = section.boolean(
+        "use_repeated_layer", depths > 1 and backbone_depths == 1
+    )
     own = _read_pattern(section, ("hybrid_override_pattern",), _MTP_SYMBOLS)
     if own and backbone and own[1] != backbone[1]:
         raise ValueError(
@@ -990,15 +368,121 @@ def _read_mtp(root: _Section, llm: _Section) -> Nemotron3_5TranscribeMTPConfig |
 
 
 # ---------------------------------------------------------------------------
+# Transformers' spelling
+# ---------------------------------------------------------------------------
+
+
+# Transformers 5.24 saves the same checkpoint with sub-configs of its own. Path there
+# -> path in NeMo's keys; an encoder's path leads to its whole block.
+_TRANSFORMERS_ENCODERS = (
+    ("audio_config.asr_config", "pe_encoder_config.asr_encoder_cfg"),
+    (
+        "audio_config.diarization_config.audio_config",
+        "pe_encoder_config.diarization_model_cfg.encoder",
+    ),
+    ("word_timestamp_config", CTC_CONFIG_KEY),
+)
+_TRANSFORMERS_ENCODER_KEYS = (
+    ("num_hidden_layers", "n_layers"),
+    ("num_attention_heads", "n_heads"),
+    ("num_mel_bins", "feat_in"),
+    ("subsampling_factor", "subsampling_factor"),
+    ("rope_parameters.rope_theta", "rope_base"),
+    ("rope_parameters.partial_rotary_factor", "rotary_fraction"),
+    ("residual_scale", "residual_scale"),
+    ("upsampling_factor", "upsample_factor"),
+)
+_DIARIZATION = "audio_config.diarization_config"
+_MODULES = "pe_encoder_config.diarization_model_cfg.sortformer_modules"
+_TRANSFORMERS_KEYS = (
+    ("audio_config.asr_config.num_mel_bins", "perception.preprocessor.features"),
+    (
+        "audio_config.speaker_activity_threshold",
+        "pe_encoder_config.speaker_activity_threshold",
+    ),
+    (f"{_DIARIZATION}.chunk_length", "pe_encoder_config.online_inference_length"),
+    (f"{_DIARIZATION}.chunk_left_context", "pe_encoder_config.chunk_left_context"),
+    (f"{_DIARIZATION}.chunk_right_context", "pe_encoder_config.chunk_right_context"),
+    (f"{_DIARIZATION}.fifo_length", f"{_MODULES}.fifo_len"),
+    (
+        f"{_DIARIZATION}.speaker_cache_update_period",
+        f"{_MODULES}.spkcache_update_period",
+    ),
+    (f"{_DIARIZATION}.head_config.hidden_size", f"{_MODULES}.tf_d_model"),
+    (f"{_DIARIZATION}.head_config.num_speakers", f"{_MODULES}.num_spks"),
+    *(
+        (f"{_DIARIZATION}.streaming_config.{ours}", f"{_MODULES}.{theirs}")
+        for ours, theirs in (
+            ("speaker_cache_length", "spkcache_len"),
+            ("speaker_cache_silence_frames_per_speaker", "spkcache_sil_frames_per_spk"),
+            ("prediction_score_threshold", "pred_score_threshold"),
+            ("latest_frames_score_boost", "scores_boost_latest"),
+            ("strong_boost_rate", "strong_boost_rate"),
+            ("weak_boost_rate", "weak_boost_rate"),
+            ("min_positive_scores_rate", "min_pos_scores_rate"),
+        )
+    ),
+)
+
+
+def _with_transformers_keys(root: ConfigSection) -> Mapping[str, Any]:
+    """Fill in what NeMo's keys leave out from the sub-configs of transformers.
+
+    Raises:
+        TypeError, ValueError: Naming the key of transformers.
+    """
+    nemo: dict[str, Any] = {}
+    for source, target in _TRANSFORMERS_KEYS:
+        _copy_key(root, source, nemo, target)
+    for source, target in _TRANSFORMERS_ENCODERS:
+        block = root
+        for key in source.split("."):
+            block = block.section(key)
+        for ours, theirs in _TRANSFORMERS_ENCODER_KEYS:
+            _copy_key(root, f"{source}.{ours}", nemo, f"{target}.{theirs}")
+        width = block.number("hidden_size", 0, low=1)
+        inner = block.number("intermediate_size", 0, low=1)
+        if width:
+            name = "feat_in" if target == CTC_CONFIG_KEY else "d_model"
+            _set_key(nemo, f"{target}.{name}", width)
+        if width and inner:
+            _set_key(nemo, f"{target}.ff_expansion", inner / width)
+        if classes := block.number("vocab_size", 0, low=2):
+            block.equal("blank_token_id", classes - 1, block.name("vocab_size"))
+            _set_key(nemo, f"{target}.num_classes", classes - 1)
+        if heads := block.number("num_attention_heads", 0, low=1):
+            block.equal("num_key_value_heads", heads, block.name("num_attention_heads"))
+    return merge_json(nemo, root.values)
+
+
+def _copy_key(
+    root: ConfigSection, source: str, nemo: dict[str, Any], target: str
+) -> None:
+    *parents, leaf = source.split(".")
+    section = root
+    for key in parents:
+        section = section.section(key)
+    if section.get(leaf) is not None:
+        _set_key(nemo, target, section.get(leaf))
+
+
+def _set_key(nemo: dict[str, Any], target: str, value: Any) -> None:
+    *parents, leaf = target.split(".")
+    for key in parents:
+        nemo = nemo.setdefault(key, {})
+    nemo[leaf] = value
+
+
+# ---------------------------------------------------------------------------
 # The whole file
 # ---------------------------------------------------------------------------
+
 
 # Written by the export, kept for tools that look for them; nothing is built on them.
 _KEPT_KEYS = ("pretrained_llm", "pretrained_asr", "prompt_format", "tokenizer_path")
 
 # Base class arguments that a file may carry.
 _BASE_KEYS = (
-    "architectures",
     "attn_implementation",
     "output_attentions",
     "output_hidden_states",
@@ -1006,6 +490,69 @@ _BASE_KEYS = (
     "transformers_version",
 )
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# Blocks of the file that are only read: the resolved objects replace them.
+_SOURCE_KEYS = ("perception", "pe_encoder_config", "llm_config", "mtp", "compute_mtp")
+
+
+def _read_dtype(root: ConfigSection) -> str:
+    key = root.one_of(("dtype", "torch_dtype")) or "dtype"
+    # A caller may pass a `torch.dtype`.
+    dtype = str(root.get(key) or "bfloat16").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise root.fail(key, f"must be one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _read_token_id(root: ConfigSection, key: str) -> int | list[int] | None:
+    """A token id, or for the end of a turn a list of them."""
+    value = root.get(key)
+    ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+    if value is not None and not all(
+        isinstance(entry, int) and not isinstance(entry, bool) for entry in ids
+    ):
+        raise root.wrong_type(key, "a token id")
+    return value
+
+
+def _read_architectures(root: ConfigSection) -> list[str]:
+    names = root.get("architectures") or [_ARCHITECTURE]
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise root.wrong_type("architectures", "a list of names")
+    return names
+
+
+def _backbone_section(root: ConfigSection, name_or_path: Any) -> ConfigSection:
+    """The decoder's config: embedded, in its own folder, or transformers' own."""
+    embedded = root.section("llm_config")
+    if embedded.values:
+        return embedded
+    if name_or_path and (found := _find_backbone(str(name_or_path), root)):
+        return found
+    return root.section("text_config")
+
+
+def _find_backbone(checkpoint: str, root: ConfigSection) -> ConfigSection | None:
+    """The decoder's config that an export without `llm_config` puts in a folder.
+
+    Args:
+        checkpoint: Folder of the checkpoint, or its `config.json`.
+        root: The file. `pretrained_llm` is the folder's name; older exports hold a
+            Hub name there, or a path of the training machine, and lead nowhere.
+    """
+    folder = os.path.dirname(checkpoint) if os.path.isfile(checkpoint) else checkpoint
+    for name in (_BACKBONE_FOLDER, root.text("pretrained_llm", None)):
+        # Unlike `Path.is_file`, false for a folder that we may not look into.
+        if name and os.path.isfile(path := os.path.join(folder, name, "config.json")):
+            try:
+                values = PretrainedConfig._dict_from_json_file(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"`{name}/config.json` is not JSON: {error}"
+                ) from error
+            return ConfigSection(values, name)
+    return None
 
 
 class Nemotron3_5TranscribeConfig(PretrainedConfig):
@@ -1039,20 +586,17 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
     def __init__(self, **kwargs: Any) -> None:
         values = self._decode_special_floats(kwargs)
         name_or_path = values.get("name_or_path") or values.get("_name_or_path")
-        if values.get("llm_config") is None and name_or_path:
-            values["llm_config"] = _find_backbone_config(
-                Path(name_or_path), values.get("pretrained_llm")
-            )
-        root = _Section(values)
+        root = ConfigSection(_with_transformers_keys(ConfigSection(values)))
 
         root.only("audio_locator_tag", _AUDIO_LOCATOR_TAG)
         self.audio_locator_tag = _AUDIO_LOCATOR_TAG
         for key in _KEPT_KEYS:
             setattr(self, key, root.text(key, None))
-        dtype = root.one_of(("dtype", "torch_dtype"))
-        dtype = root.get(dtype) if dtype else "bfloat16"
+        if root.get("speaker_encoder"):
+            raise root.fail("speaker_encoder", "is not supported")
+        dtype = _read_dtype(root)
 
-        llm = root.section("llm_config")
+        llm = _backbone_section(root, name_or_path)
         text = _read_llm(llm)
         self.output_vocab_size = text["vocab_size"]
         text["vocab_size"] += _EXTRA_VOCAB_ROWS
@@ -1068,25 +612,42 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
             self.text_config = NemotronHConfig(
                 **text, architectures=["NemotronHForCausalLM"], dtype=dtype
             )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"`llm_config`: {error}") from error
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise ValueError(f"`{llm.path}`: {error}") from error
 
         self.audio_config = Nemotron3_5TranscribeAudioConfig.from_nemo(
-            root, self.text_config.hidden_size
+            root, self.text_config.hidden_size, llm.name("hidden_size")
         )
         self.ctc_config = Nemotron3_5TranscribeCTCConfig.from_decoder_config(
-            root.section(_CTC_KEY).values
+            root.section(CTC_CONFIG_KEY).values
         )
-        self.audio_token_id = self.output_vocab_size
+        self.audio_token_id = root.number(
+            "audio_token_id",
+            self.output_vocab_size,
+            low=self.output_vocab_size,
+            high=self.text_config.vocab_size - 1,
+        )
         self.tie_word_embeddings = False
         for key in _TOKEN_KEYS:
-            own = root.get(key)
+            own = _read_token_id(root, key)
             setattr(self, key, getattr(self.text_config, key) if own is None else own)
-        if root.get("quantization_config") is not None:
+        if root.section("quantization_config").values:
             self.quantization_config = kwargs["quantization_config"]
 
         base = {key: values[key] for key in _BASE_KEYS if values.get(key) is not None}
-        super().__init__(**base, dtype=dtype, name_or_path=name_or_path or "")
+        super().__init__(
+            **base,
+            architectures=_read_architectures(root),
+            dtype=dtype,
+            name_or_path=name_or_path or "",
+        )
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in _SOURCE_KEYS:
+            raise ValueError(
+                f"`{key}` is read when the config is made and cannot be set later"
+            )
+        super().__setattr__(key, value)
 
     def __eq__(self, other: object) -> bool:
         # The base class makes a dataclass of this one, whose equality would see the
@@ -1102,13 +663,13 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
             "ctc_config",
             "mtp_config",
             "output_vocab_size",
-            "audio_token_id",
         ):
             output.pop(key)
         text = self.text_config.to_diff_dict()
         output["llm_config"] = text | {"vocab_size": self.output_vocab_size}
         output |= self.audio_config.to_nemo()
-        output[_CTC_KEY] = self.ctc_config.to_decoder_config()
+        if self.ctc_config != Nemotron3_5TranscribeCTCConfig():
+            output[CTC_CONFIG_KEY] = self.ctc_config.to_decoder_config()
         if self.mtp_config is not None:
             output |= self.mtp_config.to_nemo()
         return output
@@ -1147,25 +708,3 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
                 f"not supported (`{key}`): only one block used at every depth is"
             )
         return mtp
-
-
-def _find_backbone_config(checkpoint: Path, pretrained_llm: Any) -> Any:
-    """The decoder's config that an export without `llm_config` puts in a folder.
-
-    Args:
-        checkpoint: Folder of the checkpoint, or its `config.json`.
-        pretrained_llm: The export's name for the folder. Older exports hold a Hub
-            name or the path of the training machine, which lead nowhere.
-
-    Returns:
-        The parsed file, or None when there is none.
-    """
-    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    names = [_BACKBONE_FOLDER]
-    if isinstance(pretrained_llm, str) and pretrained_llm:
-        names.insert(0, pretrained_llm)
-    for name in names:
-        path = folder / name / "config.json"
-        if path.is_file():
-            return PretrainedConfig._dict_from_json_file(path)
-    return None
