@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Training batches of the demo checkpoint, one per optimiser step.
+
+A batch depends on its step and the seed alone, so training is the same whatever
+the number of loader workers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corpus import SAMPLE_RATE, WORDS, CachedSource, Clip, mix
+from demo_tokenizer import (
+    AUDIO_TOKEN,
+    DEFAULT_PROMPT,
+    LANGUAGES,
+    SHORT_PROMPTS,
+    SPEAKER_PROMPT,
+    render_prompt,
+)
+
+FACTOR = 8  # log-mel frames per audio token
+SPEAKERS = 8
+
+
+@dataclass
+class Batch:
+    """One training step's input.
+
+    Attributes:
+        features: ``(clips, frames, 128)`` log-mel, frames a multiple of eight.
+        mask: ``(clips, frames)`` valid frames.
+        activity: ``(clips, frames, 8)`` true speaker activity, 0 or 1.
+        input_ids: ``(samples, tokens)``, audio placeholders expanded.
+        labels: ``(samples, tokens)``: -100 except on the transcript; aligned with
+            ``input_ids`` (not shifted).
+        pieces: Alignment pieces of every clip.
+        frame_targets: ``(clips, 2 * frames / 8)``: the piece that must be heard on
+            a head frame, or -100.
+        word_targets: ``(clips, frames / 8)``: the number of the word that sounds on
+            an encoder frame, ``len(WORDS)`` in a pause, -100 where it is not known.
+        kind: What the clips are, for the log.
+    """
+
+    features: torch.Tensor
+    mask: torch.Tensor
+    activity: torch.Tensor
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    pieces: list[list[int]]
+    frame_targets: torch.Tensor
+    word_targets: torch.Tensor
+    kind: str
+
+
+class Assembler:
+    """Turns clips and prompts into a `Batch`."""
+
+    def __init__(self, tokenizer: Any, extractor: Any, alignment: Any):
+        self.tokenizer = tokenizer
+        self.extractor = extractor
+        self.alignment = alignment
+        self.blank = alignment.get_piece_size()
+        self.audio_id = tokenizer.convert_tokens_to_ids(AUDIO_TOKEN)
+
+    def features(self, audio: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-mels of clips, padded to a multiple of eight frames, and their mask."""
+        out = self.extractor(audio, sampling_rate=SAMPLE_RATE, return_tensors="pt")
+        features, mask = out["input_features"], out["attention_mask"]
+        padding = -features.shape[1] % FACTOR
+        features = torch.nn.functional.pad(features, (0, 0, 0, padding))
+        return features, torch.nn.functional.pad(mask, (0, padding)).bool()
+
+    def prompt_ids(self, text: str, frames: list[int]) -> list[int]:
+        """Token ids of a rendered prompt with every placeholder expanded."""
+        ids: list[int] = []
+        counts = iter(-(-n // FACTOR) for n in frames)
+        for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            ids += [token] * (next(counts) if token == self.audio_id else 1)
+        return ids
+
+    def __call__(self, samples: list[tuple[list[Clip], str, str]], kind: str) -> Batch:
+        """Assembles ``(clips, rendered prompt, answer)`` samples."""
+        clips = [clip for sample in samples for clip in sample[0]]
+        if clips:
+            features, mask = self.features([clip.audio for clip in clips])
+        else:
+            features = torch.zeros(0, FACTOR, 128)
+            mask = torch.zeros(0, FACTOR, dtype=torch.bool)
+        valid = mask.sum(1).tolist()
+        frames = features.shape[1]
+        activity = torch.zeros(len(clips), frames, SPEAKERS)
+        targets = torch.full((len(clips), frames // 4), -100)
+        word_targets = torch.full((len(clips), frames // FACTOR), -100)
+        pieces = []
+        for n, clip in enumerate(clips):
+            for speaker, start, end in clip.activity:
+                activity[n, round(start * 100) : round(end * 100), speaker] = 1.0
+            pieces.append([p for w in clip.words for p in self.alignment.encode(w)])
+            self._frame_targets(targets[n], clip, valid[n])
+            word_targets[n, : -(-valid[n] // FACTOR)] = len(WORDS)
+            for words, start, end in clip.spans:
+                span = slice(round(start * 12.5 - 0.3), round(end * 12.5 + 0.3))
+                known = len(words) == 1
+                word_targets[n, span] = WORDS.index(words[0]) if known else -100
+        rows, labels, used = [], [], 0
+        for sample_clips, prompt, answer in samples:
+            count = len(sample_clips)
+            ids = self.prompt_ids(prompt, valid[used : used + count])
+            used += count
+            answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            answer_ids = answer_ids + [self.tokenizer.eos_token_id]
+            rows.append(ids + answer_ids)
+            labels.append([-100] * len(ids) + answer_ids)
+        width = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id
+        return Batch(
+            features,
+            mask,
+            activity,
+            torch.tensor([r + [pad] * (width - len(r)) for r in rows]),
+            torch.tensor([r + [-100] * (width - len(r)) for r in labels]),
+            pieces,
+            targets,
+            word_targets,
+            kind,
+        )
+
+    def _frame_targets(self, target: torch.Tensor, clip: Clip, valid: int) -> None:
+        """Marks word edges and pauses, so that CTC spikes sit on the word's edges."""
+        step = 0.04
+        last = 2 * -(-valid // FACTOR)
+        target[:last] = self.blank
+        for words, start, end in clip.spans:
+            a, b = int(start / step), int(end / step)
+            target[max(a - 1, 0) : b + 2] = -100
+            if len(words) == 1:
+                ids = self.alignment.encode(words[0])
+                if b - a > 2 * len(ids):
+                    target[a + 1] = ids[0]
+                    target[b - 1] = ids[-1]
+
+
+def default_prompt(rng: np.random.Generator) -> str:
+    """A transcription instruction, the published one most of the time."""
+    roll = rng.random()
+    if roll < 0.6:
+        return DEFAULT_PROMPT
+    if roll < 0.8:
+        language = "English" if roll < 0.7 else str(rng.choice(LANGUAGES))
+        return DEFAULT_PROMPT.replace("as spoken", language, 1)
+    if roll < 0.92:
+        return str(rng.choice(SHORT_PROMPTS))
+    terms = ", ".join(str(w) for w in rng.choice(WORDS, int(rng.integers(1, 4))))
+    return f"{DEFAULT_PROMPT} {str(rng.choice(('Key terms', 'Context')))}: {terms}."
+
+
+class StepBatches:
+    """One process's share of batch number ``step`` of ``steps``.
+
+    Kind and length of a batch follow a curriculum, which ``warm`` skips, and are the
+    same in every process.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        assembler: Assembler,
+        steps: int,
+        seed: int,
+        rank: int,
+        world: int,
+        warm: bool = False,
+    ):
+        self.source = CachedSource(cache)
+        self.assembler = assembler
+        self.steps = steps
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.warm = warm
+
+    def _share(self, count: int) -> range:
+        return range(-(-count // self.world))
+
+    def __getitem__(self, step: int) -> Batch:
+        choice = np.random.default_rng([self.seed, step])
+        rng = np.random.default_rng([self.seed, step, 1 + self.rank])
+        progress = 1.0 if self.warm else step / self.steps
+        roll = choice.random()
+        if progress < 0.15:
+            # single words first: every frame's word is known
+            if roll < 0.85:
+                return self._utterances(rng, ((1, 2), (2, 4))[int(roll < 0.5)], "words")
+            return self._speakers(rng)
+        if roll < 0.56:
+            words = ((1, 2), (2, 4), (4, 6), (6, 8))
+            length = int(choice.choice(4, p=(0.15, 0.25, 0.3, 0.3)))
+            return self._utterances(rng, words[length])
+        if roll < 0.84:
+            return self._speakers(rng)
+        if roll < 0.88:
+            return self._pairs(rng)
+        if roll < 0.90:
+            return self._text(rng)
+        longest = 20.0 if progress < 0.35 else 58.0
+        return self._long(rng, float(choice.uniform(10.0, longest)))
+
+    def _utterances(
+        self,
+        rng: np.random.Generator,
+        words: tuple[int, int],
+        kind: str = "utterances",
+    ) -> Batch:
+        samples = []
+        for _ in self._share(26 - 2 * words[1]):
+            clip = mix(self.source, rng, kind, words)
+            if rng.random() < 0.08:
+                sample = ([clip], render_prompt(SPEAKER_PROMPT), clip.tagged_text)
+            else:
+                sample = ([clip], render_prompt(default_prompt(rng)), clip.text)
+            samples.append(sample)
+        return self.assembler(samples, "utterance")
+
+    def _speakers(self, rng: np.random.Generator) -> Batch:
+        samples = []
+        for _ in self._share(10):
+            clip = mix(self.source, rng, "speakers")
+            samples.append(self._either(rng, clip))
+        return self.assembler(samples, "speakers")
+
+    def _either(self, rng: np.random.Generator, clip: Clip) -> Any:
+        if rng.random() < 0.65:
+            return [clip], render_prompt(SPEAKER_PROMPT), clip.tagged_text
+        return [clip], render_prompt(default_prompt(rng)), clip.text
+
+    def _pairs(self, rng: np.random.Generator) -> Batch:
+        samples = []
+        for _ in self._share(10):
+            clips = [mix(self.source, rng, "utterances", (1, 4)) for _ in range(2)]
+            prompt = render_prompt(default_prompt(rng), clips=2)
+            samples.append((clips, prompt, " ".join(clip.text for clip in clips)))
+        return self.assembler(samples, "two clips")
+
+    def _text(self, rng: np.random.Generator) -> Batch:
+        samples = []
+        for _ in self._share(16):
+            words = " ".join(str(w) for w in rng.choice(WORDS, int(rng.integers(1, 7))))
+            samples.append(([], render_prompt(words, clips=0), words))
+        return self.assembler(samples, "text only")
+
+    def _long(self, rng: np.random.Generator, seconds: float) -> Batch:
+        samples = []
+        for _ in self._share(int(80 / seconds)):
+            clip = mix(self.source, rng, "long", seconds=(0.8 * seconds, seconds))
+            if len({s for s, _ in clip.turns}) > 1:
+                samples.append(self._either(rng, clip))
+            else:
+                prompt = render_prompt(default_prompt(rng))
+                samples.append(([clip], prompt, clip.text))
+        return self.assembler(samples, "long")

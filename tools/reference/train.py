@@ -1,0 +1,500 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Trains the demo checkpoint and writes it in the layout of the release.
+
+    .venv-reference/bin/python tools/reference/train.py \\
+        --work /path/for/cache --out examples/demo/checkpoint
+
+Speaks the corpus (a few minutes), trains the whole model, then the MTP head alone
+with everything else frozen, and exports. Seeds are fixed, so the same machine gives
+the same checkpoint. A stage whose result lies in ``--work`` is not run again.
+
+Two processes with one thread each share every batch: operations of this size lose
+more to the barriers between two threads than one exchange of gradients costs.
+"""
+
+import argparse
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+import torch.distributed
+import torch.multiprocessing
+from batches import Assembler, Batch, StepBatches
+from corpus import WORDS, build_cache
+from demo_config import MTP_DEPTHS, demo_config
+from demo_tokenizer import AUDIO_TOKEN, build_pieces, build_tokenizer
+from layout import ctc_decoder_config, export_checkpoint, feature_extractor, nemo_config
+from mtp import MtpHead, mtp_losses
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, Nemotron3_5TranscribeForConditionalGeneration
+from transformers.models.nemotron3_5_transcribe import (
+    modeling_nemotron3_5_transcribe as reference,
+)
+
+SEED = 20261201
+CHUNK = 500  # encoder frames; longer clips run in chunks with a speaker cache
+
+
+def initialise(model: nn.Module) -> None:
+    """Scales the initial weights for a small model.
+
+    The reference's fixed 0.02 suits thousands of channels; with 192 it leaves every
+    layer near zero for hundreds of steps.
+    """
+    layers = {"asr_encoder": 4, "diarization_model": 3, "language_model": 9}
+    for name, module in model.named_modules():
+        depth = next((d for part, d in layers.items() if part in name), 2)
+        if isinstance(module, nn.Linear):
+            std = module.in_features**-0.5
+            if name.endswith(("o_proj", "out_proj", "down_proj", "fc2")):
+                std /= math.sqrt(2 * depth)
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.5)
+        elif type(module).__name__ == "NemotronHExperts":
+            nn.init.normal_(module.up_proj, std=module.hidden_dim**-0.5)
+            std = module.intermediate_dim**-0.5 / math.sqrt(2 * depth)
+            nn.init.normal_(module.down_proj, std=std / 2.5)
+        elif type(module).__name__ == "NemotronHTopkRouter":
+            nn.init.normal_(module.weight, std=module.hidden_dim**-0.5)
+        elif type(module).__name__ == "NemotronHMamba2Mixer":
+            step = torch.exp(torch.empty_like(module.dt_bias).uniform_(-4.6, -0.7))
+            with torch.no_grad():
+                module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
+        elif isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and (
+            "word_timestamp" in name
+        ):
+            nn.init.normal_(module.weight, std=module.in_channels**-0.5)
+    if hasattr(model, "lm_head"):
+        nn.init.normal_(model.lm_head.weight, std=0.05)
+
+
+class RouterBalance:
+    """Keeps experts in use by moving the router's selection bias."""
+
+    def __init__(self, module: nn.Module, rate: float = 0.001):
+        self.gates = [
+            m for m in module.modules() if type(m).__name__ == "NemotronHTopkRouter"
+        ]
+        self.rate = rate
+        self.counts = [torch.zeros(gate.num_experts) for gate in self.gates]
+        for number, gate in enumerate(self.gates):
+            gate.register_forward_hook(partial(self._count, number))
+
+    def _count(self, number: int, gate: nn.Module, _: Any, output: Any) -> None:
+        used = torch.bincount(output[2].flatten(), minlength=gate.num_experts)
+        self.counts[number] += used
+
+    def step(self) -> None:
+        """Moves the biases; counts must have been exchanged before."""
+        for gate, used in zip(self.gates, self.counts, strict=True):
+            gate.e_score_correction_bias += self.rate * (used.mean() - used).sign()
+            used.zero_()
+
+
+def exchange(parameters: list[nn.Parameter], others: list[torch.Tensor]) -> None:
+    """Averages gradients, and ``others``, over the processes, in place."""
+    tensors = [p.grad for p in parameters if p.grad is not None] + others
+    flat = torch.cat([t.flatten() for t in tensors])
+    torch.distributed.all_reduce(flat)
+    flat /= torch.distributed.get_world_size()
+    pieces = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(
+        tensors, [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)]
+    )
+
+
+def join(rank: int, world: int, work: Path) -> None:
+    """Joins this process to the others."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world
+    )
+    torch.manual_seed(SEED + rank)
+
+
+def launch(stage: Any, world: int, work: Path, *arguments: Any) -> None:
+    """Runs ``stage(rank, world, work, *arguments)`` in ``world`` processes."""
+    (work / "rendezvous").unlink(missing_ok=True)
+    torch.multiprocessing.spawn(stage, (world, work, *arguments), world)
+
+
+class Average:
+    """Exponential moving average of the parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter], decay: float):
+        self.parameters = parameters
+        self.decay = decay
+        self.values = [p.detach().clone() for p in parameters]
+        self.seen = 0
+
+    def step(self) -> None:
+        self.seen += 1
+        decay = min(self.decay, self.seen / (self.seen + 20))
+        current = [p.detach() for p in self.parameters]
+        torch._foreach_lerp_(self.values, current, 1 - decay)
+
+    def store(self) -> None:
+        """Puts the averages into the model."""
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            parameter.data.copy_(value)
+
+
+def audio_states(
+    model: Any, batch: Batch, truth: torch.Tensor | None, mask_bands: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs the audio tower as the reference does, with hooks for training.
+
+    Args:
+        model: The reference model.
+        batch: The clips.
+        truth: ``(clips,)`` bool: where to fuse the true speaker activity instead of
+            the diarizer's; None nowhere.
+        mask_bands: Hides random bands and moments from the ASR encoder.
+
+    Returns:
+        ``(valid audio tokens, hidden)`` embeddings in order, ASR states, and
+        speaker logits at 10 ms.
+    """
+    tower = model.model.audio_tower
+    frames = batch.features.shape[1] // 8
+    normal = reference.normalize_per_feature(batch.features, batch.mask)
+    if mask_bands:
+        normal = hide_bands(normal)
+    if frames <= CHUNK:
+        states = tower.asr_encoder(normal, batch.mask).last_hidden_state
+        hidden = tower.diarization_model.model(
+            input_features=batch.features, attention_mask=batch.mask
+        ).last_hidden_state
+        speakers = tower.diarization_model.classifier(hidden)
+    else:
+        parts = []
+        for context, chunk in tower._get_chunks(frames):
+            span = slice(context.start * 8, context.stop * 8)
+            output = tower.asr_encoder(normal[:, span], batch.mask[:, span])
+            parts.append(output.last_hidden_state[:, chunk])
+        states = torch.cat(parts, 1)
+        speakers = tower.diarization_model(
+            batch.features, attention_mask=batch.mask
+        ).logits
+    probabilities = speakers.sigmoid().unflatten(1, (frames, -1)).mean(2)
+    active = (probabilities > tower.config.speaker_activity_threshold).float()
+    if truth is not None:
+        real = batch.activity.unflatten(1, (frames, -1)).mean(2) > 0.5
+        active = torch.where(truth[:, None, None], real.float(), active)
+    fused = tower.asr_norm(states) + tower.speaker_embedding(tower.speaker_norm(active))
+    embeds = model.model.multi_modal_projector(fused)
+    return embeds[batch.mask[:, ::8]], states, speakers
+
+
+def hide_bands(features: torch.Tensor) -> torch.Tensor:
+    """Zeroes up to two bands and two moments of each normalised log-mel."""
+    features = features.clone()
+    for row in features:
+        for _ in range(2):
+            width = int(torch.randint(0, 16, ()))
+            start = int(torch.randint(0, row.shape[1] - width, ()))
+            row[:, start : start + width] = 0
+            width = int(torch.randint(0, 8, ()))
+            start = int(torch.randint(0, max(row.shape[0] - width, 1), ()))
+            row[start : start + width] = 0
+    return features
+
+
+def embed_tokens(model: Any, input_ids: torch.Tensor, audio: torch.Tensor) -> Any:
+    """Token embeddings with the audio embeddings at the placeholders."""
+    embeds = model.model._embed_input_ids(input_ids)
+    if not len(audio):
+        return embeds
+    places = (input_ids == model.config.audio_token_id)[..., None].expand_as(embeds)
+    return embeds.masked_scatter(places, audio.to(embeds.dtype))
+
+
+def losses(
+    model: Any, scout: nn.Linear, batch: Batch, truth_rate: float, mask_bands: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """The training losses of a batch and the share of right next tokens.
+
+    ``scout`` names the word of every ASR frame where it is known. It is thrown away
+    after training; without it the encoder takes three times as long to learn words.
+    """
+    out: dict[str, torch.Tensor] = {}
+    if len(batch.features):
+        truth = torch.rand(len(batch.features)) < truth_rate
+        audio, states, speakers = audio_states(model, batch, truth, mask_bands)
+        valid = batch.mask.float()
+        bce = F.binary_cross_entropy_with_logits(
+            speakers, batch.activity, reduction="none"
+        ).sum(2)
+        out["speaker"] = (bce * valid).sum() / valid.sum()
+        logits = model.get_word_timestamp_logits(states, batch.mask)
+        scores = logits.log_softmax(-1)
+        targets = torch.tensor([p for ids in batch.pieces for p in ids])
+        out["ctc"] = F.ctc_loss(
+            scores.transpose(0, 1),
+            targets,
+            2 * batch.mask[:, ::8].sum(1),
+            torch.tensor([len(ids) for ids in batch.pieces]),
+            blank=logits.shape[-1] - 1,
+            reduction="sum",
+            zero_infinity=True,
+        ) / len(targets)
+        named = scout(states).transpose(1, 2)
+        out["frames"] = F.cross_entropy(named, batch.word_targets)
+        out["edges"] = F.nll_loss(scores.transpose(1, 2), batch.frame_targets)
+    else:
+        audio = torch.zeros(0)
+    embeds = embed_tokens(model, batch.input_ids, audio)
+    hidden = model.model.language_model(
+        inputs_embeds=embeds, use_cache=False
+    ).last_hidden_state
+    wanted = batch.labels[:, 1:]
+    chosen = wanted != -100
+    logits = model.lm_head(hidden[:, :-1][chosen])
+    out["text"] = F.cross_entropy(logits, wanted[chosen])
+    right = (logits.argmax(-1) == wanted[chosen]).float().mean().item()
+    return out, right
+
+
+WEIGHTS = {"text": 1.0, "ctc": 0.5, "edges": 0.2, "frames": 0.5, "speaker": 0.5}
+
+
+def rate(step: int, steps: int, peak: float, warmup: int = 150) -> float:
+    """Linear warm-up, then a cosine down to a hundredth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    fraction = (step - warmup) / max(steps - warmup, 1)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * fraction)))
+
+
+def parameter_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Weight decay on matrices only."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.02},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def report(stage: str, step: int, steps: int, started: float, text: str) -> None:
+    """One progress line: step, figures, time left."""
+    spent = time.monotonic() - started
+    left = spent / (step + 1) * (steps - step - 1)
+    print(
+        f"[{stage}] {step + 1}/{steps} {text} "
+        f"{spent / 60:.1f} min, {left / 60:.1f} min left",
+        flush=True,
+    )
+
+
+def train_base(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains every parameter but the MTP head's; rank 0 writes ``base.pt``."""
+    join(rank, world, work)
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
+    torch.manual_seed(SEED + rank)
+    batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
+    parameters = [*model.parameters(), *scout.parameters()]
+    optimiser = torch.optim.AdamW(
+        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
+    )
+    balance = RouterBalance(model)
+    average = Average(parameters, 0.997)
+    model.train()
+    started, sums, rights = time.monotonic(), {}, []
+    for step in range(steps):
+        batch = batches[step]
+        for group in optimiser.param_groups:
+            group["lr"] = rate(step, steps, 1.6e-3)
+        # the decoder learns speakers from the truth while the diarizer is poor
+        truth_rate = max(0.0, 1 - step / (0.35 * steps))
+        parts, right = losses(model, scout, batch, truth_rate, step > 0.25 * steps)
+        total = sum(WEIGHTS[k] * v for k, v in parts.items())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        total.backward()
+        exchange(parameters, balance.counts)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        balance.step()
+        average.step()
+        for key, value in parts.items():
+            sums.setdefault(key, []).append(value.item())
+        rights.append(right)
+        if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
+            text = " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
+            text += f" tokens right {sum(rights) / len(rights):.3f}"
+            report("base", step, steps, started, text)
+            sums, rights = {}, []
+        if rank == 0 and (step + 1) % 400 == 0:
+            live = [p.detach().clone() for p in parameters]
+            average.store()
+            torch.save(model.state_dict(), work / "part.pt")
+            for parameter, value in zip(parameters, live, strict=True):
+                parameter.data.copy_(value)
+    average.store()
+    if rank == 0:
+        torch.save(model.state_dict(), work / "base.pt")
+    torch.distributed.destroy_process_group()
+
+
+def make_assembler(work: Path, write: bool = True) -> tuple[Any, Any, bytes]:
+    """The text tokenizer, the batch assembler and the alignment model's bytes."""
+    if write:
+        build_tokenizer(work / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    proto = build_pieces(WORDS)
+    alignment = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    return tokenizer, Assembler(tokenizer, feature_extractor({}), alignment), proto
+
+
+def build_model(tokenizer: Any, assembler: Assembler) -> Any:
+    """The untrained model."""
+    torch.manual_seed(SEED)
+    config = demo_config(
+        tokenizer.convert_tokens_to_ids(AUDIO_TOKEN),
+        assembler.alignment.get_piece_size(),
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    # a shorter scan chunk is the same sum in less padding
+    config.text_config.chunk_size = 64
+    config._attn_implementation = "sdpa"
+    model = Nemotron3_5TranscribeForConditionalGeneration(config).float()
+    initialise(model)
+    return model
+
+
+def round_weights(module: nn.Module) -> None:
+    """Rounds to what the file keeps: bfloat16, except the float32 set."""
+    kept = ("A_log", "D", "dt_bias", "e_score_correction_bias")
+    for name, value in module.state_dict().items():
+        if value.is_floating_point() and not name.endswith(kept):
+            value.copy_(value.bfloat16())
+
+
+def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
+    """The trained model with stored precision, tokenizer, assembler, alignment."""
+    tokenizer, assembler, proto = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    model.load_state_dict(torch.load(work / "base.pt"))
+    round_weights(model)
+    return model.eval(), tokenizer, assembler, proto
+
+
+def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains the MTP head on the frozen model; rank 0 writes ``mtp.pt``."""
+    join(rank, world, work)
+    model, _, assembler, _ = load_base(work)
+    model.requires_grad_(False)
+    head = MtpHead(model.config.text_config)
+    torch.manual_seed(SEED + 7)
+    initialise(head)
+    # one extra draw of everything: the curriculum's easy start is not needed
+    batches = StepBatches(
+        work / "cache", assembler, steps, SEED + 1, rank, world, warm=True
+    )
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(
+        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
+    )
+    balance = RouterBalance(head)
+    average = Average(parameters, 0.995)
+    started, sums = time.monotonic(), []
+    for step in range(steps):
+        batch = batches[step]
+        with torch.no_grad():
+            audio = torch.zeros(0)
+            if len(batch.features):
+                audio = audio_states(model, batch, None, False)[0]
+            embeds = embed_tokens(model, batch.input_ids, audio)
+            hidden = model.model.language_model(
+                inputs_embeds=embeds, use_cache=False
+            ).last_hidden_state
+        for group in optimiser.param_groups:
+            group["lr"] = rate(step, steps, 2e-3, 50)
+        loss, shares = mtp_losses(
+            head, model.lm_head, embeds, hidden, batch.labels, MTP_DEPTHS
+        )
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        loss.backward()
+        exchange(parameters, balance.counts)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        balance.step()
+        average.step()
+        sums.append([loss.item(), *shares])
+        if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
+            mean = torch.tensor(sums).mean(0).tolist()
+            text = f"loss {mean[0]:.3f} drafts right "
+            text += " ".join(f"{share:.3f}" for share in mean[1:])
+            report("mtp", step, steps, started, text)
+            sums = []
+    average.store()
+    if rank == 0:
+        torch.save(head.state_dict(), work / "mtp.pt")
+    torch.distributed.destroy_process_group()
+
+
+def export(work: Path, out: Path, with_mtp: bool) -> None:
+    """Writes the checkpoint folder."""
+    model, tokenizer, assembler, proto = load_base(work)
+    model.config.text_config.chunk_size = 128
+    state = None
+    if with_mtp:
+        state = torch.load(work / "mtp.pt")
+        state = {k.removeprefix("layers."): v for k, v in state.items()}
+    alignment = assembler.alignment
+    pieces = [alignment.id_to_piece(n) for n in range(alignment.get_piece_size())]
+    export_checkpoint(
+        model,
+        out,
+        nemo_config=nemo_config(
+            model.config,
+            mtp_depths=MTP_DEPTHS if with_mtp else 0,
+            eos_token_id=[tokenizer.eos_token_id, 2],
+            pad_token_id=tokenizer.pad_token_id,
+        ),
+        mtp_state=state,
+        sentencepiece_proto=proto,
+        ctc_decoder_config=ctc_decoder_config(model.config, pieces),
+        tokenizer_dir=work / "tokenizer",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="cache folder")
+    parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--mtp-steps", type=int, default=1200)
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    work, world = arguments.work.absolute(), arguments.processes
+    work.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    build_cache(work / "cache", jobs=world)
+    make_assembler(work)
+    if not (work / "base.pt").exists():
+        launch(train_base, world, work, arguments.steps)
+    if not (work / "mtp.pt").exists():
+        launch(train_mtp, world, work, arguments.mtp_steps)
+    export(work, arguments.out, with_mtp=True)
+    size = sum(f.stat().st_size for f in arguments.out.rglob("*") if f.is_file())
+    minutes = (time.monotonic() - started) / 60
+    print(f"[done] {arguments.out}: {size:,} bytes, {minutes:.1f} min", flush=True)
+
+
+if __name__ == "__main__":
+    main()
