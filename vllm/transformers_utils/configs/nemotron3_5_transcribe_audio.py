@@ -162,11 +162,12 @@ def _check_heads(
             f"`{section.name('n_heads')}` ({heads})"
         )
     rotary = int(width // heads * values["partial_rotary_factor"])
-    if rotary % 2:
+    if rotary < 2 or rotary % 2:
         raise ValueError(
             f"`{section.name('rotary_fraction')}` "
-            f"({values['partial_rotary_factor']}) must rotate an even number of a "
-            f"head's {width // heads} features, not {rotary}"
+            f"({values['partial_rotary_factor']}) of the {width // heads} features "
+            f"that `{section.name('n_heads')}` ({heads}) leave a head is {rotary}: "
+            "must be an even number of them"
         )
 
 
