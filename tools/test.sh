@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Set up, then run the whole test suite; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash tools/setup.sh
+
+export PYTHONPATH=. TOKENIZERS_PARALLELISM=false
+# vLLM keeps compiled graphs and model facts by the hash of one file; a fresh folder
+# keeps an earlier version's out.
+VLLM_CACHE_ROOT=$(mktemp -d)
+export VLLM_CACHE_ROOT
+trap 'rm -rf "$VLLM_CACHE_ROOT"' EXIT
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/python -m pytest "$@"
