@@ -909,7 +909,16 @@ def test_huge_wrong_values_are_shortened():
 
 
 @pytest.mark.parametrize(
-    "key", ["perception", "pe_encoder_config", "llm_config", "mtp", "compute_mtp"]
+    "key",
+    [
+        "perception",
+        "pe_encoder_config",
+        "llm_config",
+        "mtp",
+        "compute_mtp",
+        "audio_config",
+        "ctc_config",
+    ],
 )
 def test_source_blocks_cannot_be_set_later(key):
     """An override that nothing would read must not pass in silence."""

@@ -492,8 +492,9 @@ _BASE_KEYS = (
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# Blocks of the file that are only read: the resolved objects replace them.
+# Blocks of the file, and the objects that they are resolved into.
 _SOURCE_KEYS = ("perception", "pe_encoder_config", "llm_config", "mtp", "compute_mtp")
+_RESOLVED_KEYS = ("text_config", "audio_config", "ctc_config", "mtp_config")
 
 
 def _read_dtype(root: ConfigSection) -> str:
@@ -643,7 +644,8 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
         )
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if key in _SOURCE_KEYS:
+        # An override that nothing would read, or that would break the model later.
+        if key in _SOURCE_KEYS or (key in _RESOLVED_KEYS and isinstance(value, dict)):
             raise ValueError(
                 f"`{key}` is read when the config is made and cannot be set later"
             )
@@ -657,13 +659,7 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """NeMo's keys, as they stand after resolution and later changes."""
         output = super().to_dict()
-        for key in (
-            "text_config",
-            "audio_config",
-            "ctc_config",
-            "mtp_config",
-            "output_vocab_size",
-        ):
+        for key in (*_RESOLVED_KEYS, "output_vocab_size"):
             output.pop(key)
         text = self.text_config.to_diff_dict()
         output["llm_config"] = text | {"vocab_size": self.output_vocab_size}
