@@ -110,10 +110,84 @@ def admit_non_gated_experts_on_cpu() -> None:
     FusedMoEConfig.__post_init__ = post_init
 
 
+def complete_mamba_prefix_caching_on_cpu() -> None:
+    """Let a hybrid model keep vLLM's default, prefix caching, on a CPU.
+
+    Why: a prompt that leaves a Mamba checkpoint crashes the CPU scan, which has no
+        states but the last, and the copies between blocks exist in Triton only.
+    How: where vLLM registers its own CPU replacements of Triton kernels, in the
+        worker, ours follow, by the same public registry; the scan is wrapped.
+    Upstream edit: the same entries in ``platforms/cpu.py``, and
+        ``return_intermediate_states`` in ``mamba/ops/cpu/mamba_ssm.py``.
+    Goes when: vLLM has them.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    register_vllm_kernels = platform.register_triton_kernel_overrides
+    if getattr(register_vllm_kernels, "completes_mamba", False):
+        return
+
+    def register_triton_kernel_overrides(cls) -> None:
+        register_vllm_kernels()
+        _register_mamba_kernels()
+        _wrap_mamba_scan()
+
+    register_triton_kernel_overrides.completes_mamba = True
+    platform.register_triton_kernel_overrides = classmethod(
+        register_triton_kernel_overrides
+    )
+
+
+def _register_mamba_kernels() -> None:
+    from vllm.triton_utils import HAS_TRITON, dispatcher
+    from vllm_nemotron3_5_transcribe import cpu_mamba
+
+    if HAS_TRITON:
+        return
+    utils = "vllm.v1.worker.mamba_utils"
+    checkpoint = "vllm.model_executor.layers.mamba.ops.ssd_checkpoint"
+    replacements = {
+        f"{utils}.precopy_mamba_align_fused_kernel": cpu_mamba.copy_states_before_step,
+        f"{utils}.postprocess_mamba_fused_kernel": cpu_mamba.copy_states_after_step,
+        f"{checkpoint}._store_prefill_checkpoint_kernel": (
+            cpu_mamba.store_prefill_checkpoint
+        ),
+    }
+    # A replacement that vLLM brings itself comes first.
+    dispatcher.register_kernels(
+        {
+            name: replacement
+            for name, replacement in replacements.items()
+            if name not in dispatcher._registry
+        }
+    )
+
+
+def _wrap_mamba_scan() -> None:
+    from vllm.model_executor.layers.mamba.ops import ssd_combined
+    from vllm_nemotron3_5_transcribe.cpu_mamba import scan_with_chunk_states
+
+    scan = ssd_combined._mamba_chunk_scan_combined_fwd
+    if getattr(scan, "returns_chunk_states", False):
+        return
+
+    def scan_on_cpu(*args, return_intermediate_states: bool = False, **kwargs):
+        if return_intermediate_states:
+            return scan_with_chunk_states(scan, *args, **kwargs)
+        return scan(*args, **kwargs)
+
+    scan_on_cpu.returns_chunk_states = True
+    ssd_combined._mamba_chunk_scan_combined_fwd = scan_on_cpu
+
+
 # In the order of registration.
 ALL_HOOKS = (
     register_models,
     register_config,
     register_config_defaults,
     admit_non_gated_experts_on_cpu,
+    complete_mamba_prefix_caching_on_cpu,
 )
