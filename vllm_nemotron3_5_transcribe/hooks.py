@@ -67,6 +67,20 @@ def register_config_defaults() -> None:
         MODELS_CONFIG_MAP[architecture] = TranscribeConfigDefaults
 
 
+def route_mtp() -> None:
+    """Resolve ``method: mtp`` on a ``nemo_speechlm`` target to our drafter.
+
+    Why: vLLM's rule knows the model types that it ships, by an if-chain.
+    How: a static method of ``SpeculativeConfig`` is replaced by a plain function
+        that asks vLLM's own rule about every other model.
+    Upstream edit: a branch in ``SpeculativeConfig.hf_config_override``.
+    Goes when: vLLM ships the model.
+    """
+    from vllm_nemotron3_5_transcribe import mtp_routing
+
+    mtp_routing.install()
+
+
 def admit_non_gated_experts_on_cpu() -> None:
     """Let NemotronH's relu-squared experts run on a CPU.
 
@@ -188,6 +202,7 @@ ALL_HOOKS = (
     register_models,
     register_config,
     register_config_defaults,
+    route_mtp,
     admit_non_gated_experts_on_cpu,
     complete_mamba_prefix_caching_on_cpu,
 )
