@@ -80,6 +80,9 @@ def demo_config(
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "routed_scaling_factor": 2.5,
+            # The reference clamps the time step of every token to this; Mamba-2 only
+            # means it for the initialisation, and vLLM clamps at 0.
+            "time_step_min": 1e-9,
             "max_position_embeddings": 65536,
             "num_nextn_predict_layers": 1,
             "bos_token_id": 1,

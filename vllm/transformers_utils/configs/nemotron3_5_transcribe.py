@@ -10,7 +10,7 @@ The checkpoint's `config.json` is written by NeMo's export. What we read of it:
 * `llm_config`, or `llm_backbone/config.json` beside it: the NemotronH decoder.
 * `mtp`, or the older `compute_mtp` with the decoder's own fields: the draft head.
 
-A key that is absent has the value of the released 30B-A3B checkpoint, so the bare
+A key that is absent has the value of the released 30B-A4B checkpoint, so the bare
 `{"model_type": "nemo_speechlm"}` is the release. Keys that only matter for training
 are ignored. Anything that we would have to guess at is an error naming the key.
 """
