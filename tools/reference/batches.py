@@ -42,7 +42,8 @@ class Batch:
             a head frame, or -100.
         word_targets: ``(clips, frames / 8)``: the number of the word that sounds on
             an encoder frame, ``len(WORDS)`` in a pause, -100 where it is not known.
-        kind: What the clips are, for the log.
+        voice_targets: ``(clips, frames / 8)``: the voice that speaks, -100 in a pause.
+        kind: What the clips are.
     """
 
     features: torch.Tensor
@@ -53,6 +54,7 @@ class Batch:
     pieces: list[list[int]]
     frame_targets: torch.Tensor
     word_targets: torch.Tensor
+    voice_targets: torch.Tensor
     kind: str
 
 
@@ -95,11 +97,15 @@ class Assembler:
         activity = torch.zeros(len(clips), frames, SPEAKERS)
         targets = torch.full((len(clips), frames // 4), -100)
         word_targets = torch.full((len(clips), frames // FACTOR), -100)
+        voice_targets = torch.full((len(clips), frames // FACTOR), -100)
         pieces = []
         for n, clip in enumerate(clips):
             for speaker, start, end in clip.activity:
                 activity[n, round(start * 100) : round(end * 100), speaker] = 1.0
             pieces.append([p for w in clip.words for p in self.alignment.encode(w)])
+            for speaker, start, end in clip.activity:
+                span = slice(round(start * 12.5), max(round(end * 12.5), 1))
+                voice_targets[n, span] = clip.voices[speaker]
             self._frame_targets(targets[n], clip, valid[n])
             word_targets[n, : -(-valid[n] // FACTOR)] = len(WORDS)
             for words, start, end in clip.spans:
@@ -126,6 +132,7 @@ class Assembler:
             pieces,
             targets,
             word_targets,
+            voice_targets,
             kind,
         )
 
@@ -161,8 +168,9 @@ def default_prompt(rng: np.random.Generator) -> str:
 class StepBatches:
     """One process's share of batch number ``step`` of ``steps``.
 
-    Kind and length of a batch follow a curriculum, which ``warm`` skips, and are the
-    same in every process.
+    Kind and length of a batch follow a plan and are the same in every process:
+    ``course`` starts easy and takes in everything, ``all`` is its end, ``speakers``
+    is turns of several speakers above all.
     """
 
     def __init__(
@@ -173,7 +181,7 @@ class StepBatches:
         seed: int,
         rank: int,
         world: int,
-        warm: bool = False,
+        plan: str = "course",
     ):
         self.source = CachedSource(cache)
         self.assembler = assembler
@@ -181,7 +189,8 @@ class StepBatches:
         self.seed = seed
         self.rank = rank
         self.world = world
-        self.warm = warm
+        self.plan = plan
+        self.contrast = plan != "course"
 
     def _share(self, count: int) -> range:
         return range(-(-count // self.world))
@@ -189,8 +198,10 @@ class StepBatches:
     def __getitem__(self, step: int) -> Batch:
         choice = np.random.default_rng([self.seed, step])
         rng = np.random.default_rng([self.seed, step, 1 + self.rank])
-        progress = 1.0 if self.warm else step / self.steps
+        progress = step / self.steps if self.plan == "course" else 1.0
         roll = choice.random()
+        if self.plan == "speakers" and roll < 0.85:
+            return self._speakers(rng, 16) if roll < 0.7 else self._long(rng, 20.0)
         if progress < 0.15:
             # single words first: every frame's word is known
             if roll < 0.85:
@@ -225,10 +236,10 @@ class StepBatches:
             samples.append(sample)
         return self.assembler(samples, "utterance")
 
-    def _speakers(self, rng: np.random.Generator) -> Batch:
+    def _speakers(self, rng: np.random.Generator, count: int = 10) -> Batch:
         samples = []
-        for _ in self._share(10):
-            clip = mix(self.source, rng, "speakers")
+        for _ in self._share(count):
+            clip = mix(self.source, rng, "speakers", contrast=self.contrast)
             samples.append(self._either(rng, clip))
         return self.assembler(samples, "speakers")
 
@@ -255,7 +266,8 @@ class StepBatches:
     def _long(self, rng: np.random.Generator, seconds: float) -> Batch:
         samples = []
         for _ in self._share(int(80 / seconds)):
-            clip = mix(self.source, rng, "long", seconds=(0.8 * seconds, seconds))
+            length = (0.8 * seconds, seconds)
+            clip = mix(self.source, rng, "long", seconds=length, contrast=self.contrast)
             if len({s for s, _ in clip.turns}) > 1:
                 samples.append(self._either(rng, clip))
             else:

@@ -20,6 +20,7 @@ written in the serving environment too. The speech programs come from Debian:
 """
 
 import argparse
+import functools
 import gzip
 import hashlib
 import io
@@ -198,6 +199,27 @@ def trim(samples: np.ndarray, floor: float = 0.012) -> np.ndarray:
     return samples[loud[0] * block : (loud[-1] + 1) * block] if len(loud) else samples
 
 
+def median_pitch(samples: np.ndarray) -> float:
+    """Median fundamental frequency in Hz of the voiced parts of a recording."""
+    size, hop = 800, 400
+    low, high = SAMPLE_RATE // 350, SAMPLE_RATE // 65
+    found = []
+    for start in range(0, len(samples) - size - high, hop):
+        frame = samples[start : start + size]
+        if np.abs(frame).max() < 0.1:
+            continue
+        energy = float(frame @ frame)
+        window = np.lib.stride_tricks.sliding_window_view(
+            samples[start + low : start + high + size], size
+        )
+        norms = np.sqrt(energy * (window**2).sum(1)) + 1e-6
+        score = window @ frame / norms
+        if score.max() > 0.6:
+            best = int(np.flatnonzero(score > 0.9 * score.max())[0])
+            found.append(SAMPLE_RATE / (low + best))
+    return float(np.median(found)) if found else 0.0
+
+
 def is_heldout_sequence(words: list[str]) -> bool:
     """Whether a word sequence of two or more words is kept out of training."""
     if len(words) < 2:
@@ -288,6 +310,15 @@ class CachedSource:
             else:
                 self.words[number][text] = (offset, length)
 
+    @functools.cached_property
+    def pitches(self) -> list[float]:
+        """Median pitch of every voice, in Hz."""
+        words = ("monday", "hello", "number", "message", "yellow", "home", "now")
+        return [
+            median_pitch(np.concatenate([self._read(*v[w]) for w in words if w in v]))
+            for v in self.words
+        ]
+
     def _read(self, offset: int, length: int) -> np.ndarray:
         return self.audio[offset : offset + length].astype(np.float32) / 32768
 
@@ -312,6 +343,12 @@ class LiveSource:
     def __init__(self) -> None:
         self.voices = heldout_voices()
 
+    @functools.cached_property
+    def pitches(self) -> list[float]:
+        """Median pitch of every voice, in Hz."""
+        text = "monday hello number message home now"
+        return [median_pitch(synthesise(v, text)) for v in self.voices]
+
     def word(self, voice: int, word: str) -> np.ndarray:
         return synthesise(self.voices[voice], word)
 
@@ -335,12 +372,14 @@ class Clip:
         spans: ``(words, start, end)`` in seconds: one word each where words were
             spoken separately, a whole phrase where it was spoken in one breath.
         activity: ``(speaker, start, end)`` in seconds of every stretch of speech.
+        voices: The source's voice of every speaker.
     """
 
     audio: np.ndarray
     turns: list[tuple[int, list[str]]]
     spans: list[tuple[list[str], float, float]] = field(default_factory=list)
     activity: list[tuple[int, float, float]] = field(default_factory=list)
+    voices: list[int] = field(default_factory=list)
 
     @property
     def words(self) -> list[str]:
@@ -425,6 +464,7 @@ def mix(
     words: tuple[int, int] = (1, 8),
     seconds: tuple[float, float] = (20.0, 58.0),
     clean: bool = False,
+    contrast: bool = False,
 ) -> Clip:
     """Mixes one clip.
 
@@ -438,14 +478,21 @@ def mix(
         words: Fewest and most words of an utterance.
         seconds: Shortest and longest duration aimed at by ``long``.
         clean: Leaves out noise and channel effects.
+        contrast: The first two speakers' pitches are at least 40 % apart.
     """
     voices, names = [], set()
     for number in rng.permutation(len(source.voices)):
+        if contrast and len(voices) == 1:
+            pair = sorted((source.pitches[voices[0]], source.pitches[number]))
+            if pair[1] < 1.4 * pair[0] or not pair[0]:
+                continue
         if source.voices[number].speaker not in names:
             names.add(source.voices[number].speaker)
             voices.append(int(number))
         if len(voices) == 3:
             break
+    if contrast and len(voices) < 3:
+        return mix(source, rng, kind, words, seconds, clean, contrast)
     factors = [float(f) for f in rng.uniform(0.93, 1.08, 3)]
     gains = [10 ** (-float(g) / 20) for g in rng.uniform(0, 6, 3)]
     plan: list[tuple[int, int, float]] = []  # speaker, words, pause before
@@ -509,13 +556,19 @@ def mix(
         audio = audio.astype(np.float32)
     else:
         audio = _augment(rng, audio)
-    return Clip(audio, turns_out, spans, activity)
+    return Clip(audio, turns_out, spans, activity, voices)
+
+
+@functools.cache
+def _live_source() -> LiveSource:
+    return LiveSource()
 
 
 def heldout_clip(number: int, kind: str = "utterances", clean: bool = False) -> Clip:
     """The held-out clip ``number`` of a kind; the same on every machine."""
     rng = np.random.default_rng([20261128, _KINDS.index(kind), number])
-    return mix(LiveSource(), rng, kind, seconds=(46.0, 58.0), clean=clean)
+    source = _live_source()
+    return mix(source, rng, kind, seconds=(46.0, 58.0), clean=clean, contrast=True)
 
 
 def describe(clip: Clip, name: str, prompt: str) -> dict[str, Any]:

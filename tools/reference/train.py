@@ -6,9 +6,10 @@
     .venv-reference/bin/python tools/reference/train.py \\
         --work /path/for/cache --out examples/demo/checkpoint
 
-Speaks the corpus (a few minutes), trains the whole model, then the MTP head alone
-with everything else frozen, and exports. Seeds are fixed, so the same machine gives
-the same checkpoint. A stage whose result lies in ``--work`` is not run again.
+Speaks the corpus (a few minutes), trains the whole model, then the diarizer alone,
+then goes on with the rest on top of it, then trains the MTP head alone with everything
+else frozen, and exports. Seeds are fixed, so the same machine gives the same
+checkpoint. A stage whose result lies in ``--work`` is not run again.
 
 Two processes with one thread each share every batch: operations of this size lose
 more to the barriers between two threads than one exchange of gradients costs.
@@ -221,7 +222,11 @@ def embed_tokens(model: Any, input_ids: torch.Tensor, audio: torch.Tensor) -> An
 
 
 def losses(
-    model: Any, scout: nn.Linear, batch: Batch, truth_rate: float, mask_bands: bool
+    model: Any,
+    scout: nn.Linear | None,
+    batch: Batch,
+    truth_rate: float,
+    mask_bands: bool,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """The training losses of a batch and the share of right next tokens.
 
@@ -249,8 +254,9 @@ def losses(
             reduction="sum",
             zero_infinity=True,
         ) / len(targets)
-        named = scout(states).transpose(1, 2)
-        out["frames"] = F.cross_entropy(named, batch.word_targets)
+        if scout is not None:
+            named = scout(states).transpose(1, 2)
+            out["frames"] = F.cross_entropy(named, batch.word_targets)
         out["edges"] = F.nll_loss(scores.transpose(1, 2), batch.frame_targets)
     else:
         audio = torch.zeros(0)
@@ -296,29 +302,44 @@ def report(stage: str, step: int, steps: int, started: float, text: str) -> None
     )
 
 
-def train_base(rank: int, world: int, work: Path, steps: int) -> None:
-    """Trains every parameter but the MTP head's; rank 0 writes ``base.pt``."""
-    join(rank, world, work)
-    tokenizer, assembler, _ = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
-    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
-    torch.manual_seed(SEED + rank)
-    batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
-    parameters = [*model.parameters(), *scout.parameters()]
+def fit(
+    stage: str,
+    model: Any,
+    scout: nn.Linear | None,
+    batches: StepBatches,
+    peak: float,
+    save: Any,
+) -> None:
+    """Trains a model on all its losses, in place; ends with averaged weights.
+
+    Args:
+        stage: Name for the progress lines.
+        model: The reference model; frozen parameters stay as they are.
+        scout: See `losses`.
+        batches: One batch a step.
+        peak: Highest learning rate.
+        save: Called with the step now and then while the averages are in the model.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if scout is not None:
+        parameters += scout.parameters()
     optimiser = torch.optim.AdamW(
-        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
+        parameter_groups(parameters), lr=peak, betas=(0.9, 0.98), eps=1e-9
     )
     balance = RouterBalance(model)
     average = Average(parameters, 0.997)
     model.train()
+    steps, rank = batches.steps, batches.rank
     started, sums, rights = time.monotonic(), {}, []
     for step in range(steps):
         batch = batches[step]
         for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, 1.6e-3)
+            group["lr"] = rate(step, steps, peak)
+        course = batches.plan == "course"
         # the decoder learns speakers from the truth while the diarizer is poor
-        truth_rate = max(0.0, 1 - step / (0.35 * steps))
-        parts, right = losses(model, scout, batch, truth_rate, step > 0.25 * steps)
+        truth_rate = max(0.0, 1 - step / (0.35 * steps)) if course else 0.0
+        hide = not course or step > 0.25 * steps
+        parts, right = losses(model, scout, batch, truth_rate, hide)
         total = sum(WEIGHTS[k] * v for k, v in parts.items())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -334,17 +355,61 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
         if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
             text = " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
             text += f" tokens right {sum(rights) / len(rights):.3f}"
-            report("base", step, steps, started, text)
+            report(stage, step, steps, started, text)
             sums, rights = {}, []
-        if rank == 0 and (step + 1) % 400 == 0:
+        if rank == 0 and (step + 1) % 400 == 0 and step + 1 < steps:
             live = [p.detach().clone() for p in parameters]
             average.store()
-            torch.save(model.state_dict(), work / "part.pt")
+            save()
             for parameter, value in zip(parameters, live, strict=True):
                 parameter.data.copy_(value)
     average.store()
+
+
+def train_base(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains every parameter but the MTP head's; rank 0 writes ``base.pt``."""
+    join(rank, world, work)
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
+    torch.manual_seed(SEED + rank)
+    batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
+    fit(
+        "base",
+        model,
+        scout,
+        batches,
+        1.6e-3,
+        lambda: torch.save(model.state_dict(), work / "part.pt"),
+    )
     if rank == 0:
         torch.save(model.state_dict(), work / "base.pt")
+    torch.distributed.destroy_process_group()
+
+
+def train_tuned(rank: int, world: int, work: Path, steps: int) -> None:
+    """Goes on with the better diarizer, frozen; rank 0 writes ``tuned.pt``."""
+    join(rank, world, work)
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    model.load_state_dict(torch.load(work / "base.pt"))
+    diarizer = model.model.audio_tower.diarization_model
+    diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
+    diarizer.requires_grad_(False)
+    torch.manual_seed(SEED + 4 + rank)
+    batches = StepBatches(
+        work / "cache", assembler, steps, SEED + 4, rank, world, plan="all"
+    )
+    fit(
+        "tune",
+        model,
+        None,
+        batches,
+        5e-4,
+        lambda: torch.save(model.state_dict(), work / "part-tuned.pt"),
+    )
+    if rank == 0:
+        torch.save(model.state_dict(), work / "tuned.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -375,6 +440,77 @@ def build_model(tokenizer: Any, assembler: Assembler) -> Any:
     return model
 
 
+def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains the diarizer alone; rank 0 writes ``diarizer.pt``.
+
+    A scout behind its second layer names the voice of every frame and its pitch, and
+    is thrown away afterwards: voices are what speakers are told apart by.
+    """
+    join(rank, world, work)
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    model = model.model.audio_tower.diarization_model
+    batches = StepBatches(
+        work / "cache", assembler, steps, SEED + 2, rank, world, plan="speakers"
+    )
+    octaves = torch.tensor(batches.source.pitches).clamp(min=60).div(140).log2()
+    scout = nn.Linear(model.config.audio_config.hidden_size, len(octaves) + 1)
+    torch.manual_seed(SEED + rank)
+    seen: list[torch.Tensor] = []
+    model.model.audio_tower.layers[1].register_forward_hook(
+        lambda module, inputs, output: seen.append(output)
+    )
+    parameters = [*model.parameters(), *scout.parameters()]
+    optimiser = torch.optim.AdamW(
+        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
+    )
+    average = Average(parameters, 0.997)
+    model.train()
+    started, sums = time.monotonic(), []
+    for step in range(steps):
+        batch = batches[step]
+        for group in optimiser.param_groups:
+            group["lr"] = rate(step, steps, 1e-3)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        figures = [0.0] * 4
+        if len(batch.features):
+            seen.clear()
+            hidden = model.model(
+                input_features=batch.features, attention_mask=batch.mask
+            ).last_hidden_state
+            logits = model.classifier(hidden)
+            valid = batch.mask.float()
+            bce = F.binary_cross_entropy_with_logits(
+                logits, batch.activity, reduction="none"
+            ).sum(2)
+            speaker = (bce * valid).sum() / valid.sum()
+            guess, known = scout(seen[0]), batch.voice_targets >= 0
+            voices = batch.voice_targets[known]
+            voice = F.cross_entropy(guess[known][:, :-1], voices)
+            pitch = F.mse_loss(guess[known][:, -1], octaves[voices])
+            (speaker + 0.3 * voice + 2.0 * pitch).backward()
+            talk = batch.activity.sum(2) > 0
+            same = ((logits > 0) == batch.activity.bool()).all(2)
+            right = same[talk].float().mean()
+            figures = [t.item() for t in (speaker, voice, pitch, right)]
+        exchange(parameters, [])
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        average.step()
+        sums.append(figures)
+        if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
+            mean = torch.tensor(sums).mean(0).tolist()
+            text = f"speaker {mean[0]:.3f} voice {mean[1]:.3f} pitch {mean[2]:.3f} "
+            text += f"frames right {mean[3]:.3f}"
+            report("diarizer", step, steps, started, text)
+            sums = []
+    average.store()
+    if rank == 0:
+        torch.save(model.state_dict(), work / "diarizer.pt")
+    torch.distributed.destroy_process_group()
+
+
 def round_weights(module: nn.Module) -> None:
     """Rounds to what the file keeps: bfloat16, except the float32 set."""
     kept = ("A_log", "D", "dt_bias", "e_score_correction_bias")
@@ -387,7 +523,7 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     """The trained model with stored precision, tokenizer, assembler, alignment."""
     tokenizer, assembler, proto = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "base.pt"))
+    model.load_state_dict(torch.load(work / "tuned.pt"))
     round_weights(model)
     return model.eval(), tokenizer, assembler, proto
 
@@ -402,7 +538,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
     initialise(head)
     # one extra draw of everything: the curriculum's easy start is not needed
     batches = StepBatches(
-        work / "cache", assembler, steps, SEED + 1, rank, world, warm=True
+        work / "cache", assembler, steps, SEED + 1, rank, world, plan="all"
     )
     parameters = [p for p in head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(
@@ -478,6 +614,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="cache folder")
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--diarizer-steps", type=int, default=2000)
+    parser.add_argument("--tune-steps", type=int, default=600)
     parser.add_argument("--mtp-steps", type=int, default=1200)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -488,6 +626,10 @@ def main() -> None:
     make_assembler(work)
     if not (work / "base.pt").exists():
         launch(train_base, world, work, arguments.steps)
+    if not (work / "diarizer.pt").exists():
+        launch(train_diarizer, world, work, arguments.diarizer_steps)
+    if not (work / "tuned.pt").exists():
+        launch(train_tuned, world, work, arguments.tune_steps)
     if not (work / "mtp.pt").exists():
         launch(train_mtp, world, work, arguments.mtp_steps)
     export(work, arguments.out, with_mtp=True)
