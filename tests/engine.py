@@ -28,14 +28,13 @@ KV_CACHE_BYTES = 512 << 20
 
 @contextlib.contextmanager
 def offline_engine(checkpoint: str | Path, **options: Any) -> Iterator[Any]:
-    """Run `vllm.LLM` on a checkpoint; float32 and 4096 tokens unless told."""
+    """Run `vllm.LLM` on a checkpoint; float32 unless told."""
     import vllm
 
     llm = vllm.LLM(
         str(checkpoint),
         **{
             "dtype": "float32",
-            "max_model_len": 4096,
             "kv_cache_memory_bytes": KV_CACHE_BYTES,
             **options,
         },
