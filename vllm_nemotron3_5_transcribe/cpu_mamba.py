@@ -6,8 +6,8 @@ With prefix caching on (vLLM's default) a hybrid model keeps its Mamba states in
 blocks and moves them about: a long prefill leaves a checkpoint in an earlier
 block, and with speculative decoding the state of the last accepted token is
 copied at block borders. vLLM does these three things in Triton, and its CPU scan
-returns no state but the last. The functions here do the same on the CPU, bit for
-bit: each is a copy, or runs vLLM's own sequential scan piece by piece.
+returns no state but the last. The functions here do the same on the CPU, and
+exactly: each is a copy, or runs vLLM's own sequential scan piece by piece.
 """
 
 import ctypes
