@@ -3,18 +3,14 @@
 """Build the audio tower of a checkpoint on its own, without an engine."""
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
+from tests.models.multimodal.loading import single_process
+from vllm.config import VllmConfig
 from vllm.model_executor.models.nemotron3_5_transcribe_audio import (
     Nemotron3_5TranscribeAudioTower,
 )
@@ -30,13 +26,8 @@ def build_tower(
 ) -> Iterator[Nemotron3_5TranscribeAudioTower]:
     """Load the tower of `checkpoint` in `dtype` as a single-process vLLM would."""
     config = Nemotron3_5TranscribeConfig.from_pretrained(checkpoint)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        set_current_vllm_config(VllmConfig()),
-        set_default_torch_dtype(dtype),
-    ):
-        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    with contextlib.ExitStack() as stack, set_default_torch_dtype(dtype):
+        single_process(stack, VllmConfig())
         tower = Nemotron3_5TranscribeAudioTower(
             config.audio_config, prefix="audio_tower"
         )
