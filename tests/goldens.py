@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).resolve().parents[1]
 GOLDENS = ROOT / "tests" / "data" / "goldens"
 HELDOUT = ROOT / "tests" / "data" / "heldout"
+SAMPLES = ROOT / "examples" / "demo" / "samples"
 SAMPLE_RATE = 16_000
 
 
@@ -90,33 +91,41 @@ def synthetic(seed: int, num_samples: int) -> np.ndarray:
 
 @functools.cache
 def heldout_index() -> list[dict[str, Any]]:
-    """Return the held-out clips: `start`, `samples`, `text` and whatever else."""
+    """Return the held-out clips: `file`, `start`, `samples`, `text`, `prompt`..."""
     return json.loads((HELDOUT / "index.json").read_text("utf-8"))
 
 
 @functools.cache
-def _heldout_audio() -> np.ndarray:
+def read_pcm(path: Path) -> np.ndarray:
+    """Return the int16 samples of a lossless mono file at 16 kHz.
+
+    Raises:
+        ValueError: The file has another rate or several channels.
+    """
     import soundfile
 
-    samples, rate = soundfile.read(HELDOUT / "clips.flac", dtype="int16")
-    assert rate == SAMPLE_RATE
+    samples, rate = soundfile.read(path, dtype="int16")
+    if rate != SAMPLE_RATE or samples.ndim != 1:
+        raise ValueError(f"{path}: not mono at 16 kHz")
     return samples
 
 
 def heldout(number: int) -> np.ndarray:
     """Return one held-out clip, int16 at 16 kHz."""
     entry = heldout_index()[number]
-    return _heldout_audio()[entry["start"] : entry["start"] + entry["samples"]]
+    start = entry["start"]
+    return read_pcm(HELDOUT / entry["file"])[start : start + entry["samples"]]
 
 
 def build_clip(recipe: dict[str, Any]) -> np.ndarray:
     """Rebuild a clip from the recipe in a golden file.
 
     Args:
-        recipe: `{"kind": "synthetic", "seed", "samples"}`, or `{"kind": "heldout",
-            "clips": [numbers], "gap": samples, "samples"}`: the clips one after the
+        recipe: `{"kind": "synthetic", "seed", "samples"}`; or `{"kind": "heldout",
+            "clips": [numbers], "gap": samples, "samples"}`, the clips one after the
             other, a pause of `gap` samples after each, over and over, cut to
-            `samples`. Both have the `sha256` of the int16 samples.
+            `samples`; or `{"kind": "sample", "file", "samples"}`, a demo sample. All
+            have the `sha256` of the int16 samples.
 
     Returns:
         (samples,) float32 in [-1, 1).
@@ -126,6 +135,8 @@ def build_clip(recipe: dict[str, Any]) -> np.ndarray:
     """
     if recipe["kind"] == "synthetic":
         samples = synthetic(recipe["seed"], recipe["samples"])
+    elif recipe["kind"] == "sample":
+        samples = read_pcm(SAMPLES / recipe["file"])
     else:
         parts: list[np.ndarray] = []
         for number in recipe["clips"]:

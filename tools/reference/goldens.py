@@ -34,7 +34,13 @@ from transformers.models.nemotron3_diarization.modeling_nemotron3_diarization im
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.goldens import build_clip, checksum, heldout_index  # noqa: E402
+from tests.goldens import (  # noqa: E402
+    SAMPLES,
+    build_clip,
+    checksum,
+    heldout_index,
+    read_pcm,
+)
 
 # A greedy step is clear when its two best logits differ by more than this many times
 # the difference that rounding makes in the reference itself, and by MIN_MARGIN.
@@ -216,12 +222,17 @@ class Greedy:
         return bool(self.margins.min() > limit)
 
 
+def _spread(count: int, wanted: int) -> list[int]:
+    """Numbers below ``count``, evenly spread, with the first and the last."""
+    return [i * (count - 1) // (wanted - 1) for i in range(wanted)]
+
+
 class Recorder:
     """Collects tensors and their description for one golden file."""
 
-    def __init__(self, reference: Reference, stride: int) -> None:
+    def __init__(self, reference: Reference, rows: int) -> None:
         self.reference = reference
-        self.stride = stride
+        self.rows = rows
         self.tensors: dict[str, torch.Tensor] = {}
         self.info: dict[str, Any] = {"clips": {}, "texts": {}, "prompts": {}}
 
@@ -251,14 +262,14 @@ class Recorder:
         self._add_rows(f"{name}.ctc_logits", self.reference.ctc_logits(audio), chunk)
 
     def _add_rows(self, name: str, values: torch.Tensor, chunk: int) -> None:
-        """Keep a short quantity whole, of a long one every so many rows and seams."""
-        rows = range(len(values))
-        if len(values) > 24:
-            seams = [s + d for s in range(chunk, len(values), chunk) for d in (-1, 0)]
-            kept = {*rows[:: self.stride], *seams, len(values) - 1}
-            rows = sorted(kept)
+        """Keep a short quantity whole, of a long one evenly spread rows and seams."""
+        count = len(values)
+        rows = list(range(count))
+        if count > self.rows:
+            seams = [s + d for s in range(chunk, count, chunk) for d in (-1, 0)]
+            rows = sorted({*_spread(count, self.rows), *seams})
             self.tensors[name + ".rows"] = torch.tensor(rows, dtype=torch.int32)
-        self.tensors[name] = values[list(rows)].float().contiguous()
+        self.tensors[name] = values[rows].float().contiguous()
 
     def add_text(
         self, name: str, messages: list[dict[str, Any]], thinking: bool = False
@@ -277,7 +288,7 @@ class Recorder:
         ids = self.info["texts"][text]["ids"]
         embeddings = self.reference.embed_prompt(ids, list(clips.values()))
         logits = self.reference.logits(embeddings)
-        rows = sorted({*range(0, len(logits), 41), *range(len(logits))[-3:]})
+        rows = sorted({*_spread(len(logits), 8), *range(len(logits))[-3:]})
         self.tensors[f"prompt.{name}.logits"] = logits[rows].contiguous()
         self.tensors[f"prompt.{name}.rows"] = torch.tensor(rows, dtype=torch.int32)
         answer = self.reference.greedy(embeddings, greedy)
@@ -398,9 +409,21 @@ def record_prompts(recorder: Recorder, clips: dict, limit: int) -> None:
     report(f"{len(cases)} prompts")
 
 
+def sample_recipes() -> Iterator[tuple[str, list]]:
+    """Yield (text name, recipes) of the demo samples that need no resampling."""
+    for entry in json.loads((SAMPLES / "transcripts.json").read_text("utf-8")):
+        try:
+            samples = len(read_pcm(SAMPLES / entry["file"]))
+        except ValueError:
+            continue
+        text = "speakers" if entry["prompt"] == "speakers" else "default"
+        yield text, [{"kind": "sample", "file": entry["file"], "samples": samples}]
+
+
 def greedy_recipes(reference: Reference, speech: bool) -> Iterator[tuple[str, list]]:
     """Yield (text name, recipes) of greedy cases without end, or while speech lasts."""
     if speech:
+        yield from sample_recipes()
         for number, entry in enumerate(heldout_index()):
             recipe = {
                 "kind": "heldout",
@@ -477,16 +500,16 @@ def main() -> None:
         action="store_true",
         help="use the held-out speech of tests/data/heldout, not synthetic signals",
     )
-    parser.add_argument("--greedy", type=int, default=104, help="greedy cases to keep")
+    parser.add_argument("--greedy", type=int, default=112, help="greedy cases to keep")
     parser.add_argument("--limit", type=int, default=48, help="tokens of an answer")
     parser.add_argument(
-        "--stride", type=int, default=7, help="rows of which one is kept"
+        "--rows", type=int, default=40, help="rows to keep of a long quantity"
     )
     parser.add_argument("--long-chunks", type=int, default=24, help="length of `long`")
     options = parser.parse_args()
 
     reference = Reference(options.checkpoint)
-    recorder = Recorder(reference, options.stride)
+    recorder = Recorder(reference, options.rows)
     add_texts(recorder)
     clips = record_towers(recorder, options.speech, options.long_chunks)
     record_prompts(recorder, clips, options.limit)
