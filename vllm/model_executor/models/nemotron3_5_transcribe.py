@@ -1047,6 +1047,9 @@ class Nemotron3_5TranscribeMTP(NemotronHMTP, SupportsMultiModalEmbeddings):
         draft_config = vllm_config.speculative_config.draft_model_config
         self.draft_hf_config = draft_config.hf_config
         self.draft_hf_config.require_repeated_mtp()
+        # NemotronHMTP builds one projection in the config's dtype, not in the one
+        # that the engine runs in.
+        self.draft_hf_config.text_config.dtype = draft_config.dtype
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.model_name = draft_config.model
 
