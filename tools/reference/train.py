@@ -35,6 +35,7 @@ from layout import ctc_decoder_config, export_checkpoint, feature_extractor, nem
 from mtp import MtpHead, mtp_losses
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from transformers import AutoTokenizer, Nemotron3_5TranscribeForConditionalGeneration
 from transformers.models.nemotron3_5_transcribe import (
     modeling_nemotron3_5_transcribe as reference,
@@ -221,12 +222,48 @@ def embed_tokens(model: Any, input_ids: torch.Tensor, audio: torch.Tensor) -> An
     return embeds.masked_scatter(places, audio.to(embeds.dtype))
 
 
+class PlaceScout(nn.Module):
+    """Reads from the decoder which word it is at, in the audio and in the answer.
+
+    Without rotary positions the decoder finds its place in the audio by content, and
+    loses it where words repeat. Taught to count words on both sides, it need not. The
+    scout is thrown away after training.
+    """
+
+    PERIODS = (4, 8, 16, 32, 64, 160)
+    LAYER = 3  # the second Mamba layer, before the second attention
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        self.read = nn.Linear(decoder.config.hidden_size, 2 * len(self.PERIODS))
+        self.seen: list[torch.Tensor] = []
+        decoder.layers[self.LAYER].register_forward_hook(
+            lambda module, inputs, output: self.seen.append(output)
+        )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss on the states of the decoder's last run."""
+        hidden = self.seen.pop()
+        self.seen.clear()
+        known = ~batch.ordinals.isnan()
+        angle = batch.ordinals[known][:, None] * (
+            2 * math.pi / torch.tensor(self.PERIODS)
+        )
+        wanted = torch.cat([angle.sin(), angle.cos()], -1).float()
+        normal = F.layer_norm(hidden[known], hidden.shape[-1:])
+        error = (self.read(normal) - wanted).square().mean(-1)
+        answer = (batch.labels.roll(-1, 1) != -100)[known]
+        parts = [error[side].mean() for side in (answer, ~answer) if side.any()]
+        return sum(parts) / len(parts)
+
+
 def losses(
     model: Any,
-    scout: nn.Linear | None,
+    scout: nn.Linear,
     batch: Batch,
     truth_rate: float,
     mask_bands: bool,
+    place: PlaceScout | None = None,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """The training losses of a batch and the share of right next tokens.
 
@@ -254,9 +291,8 @@ def losses(
             reduction="sum",
             zero_infinity=True,
         ) / len(targets)
-        if scout is not None:
-            named = scout(states).transpose(1, 2)
-            out["frames"] = F.cross_entropy(named, batch.word_targets)
+        named = scout(states).transpose(1, 2)
+        out["frames"] = F.cross_entropy(named, batch.word_targets)
         out["edges"] = F.nll_loss(scores.transpose(1, 2), batch.frame_targets)
     else:
         audio = torch.zeros(0)
@@ -264,6 +300,8 @@ def losses(
     hidden = model.model.language_model(
         inputs_embeds=embeds, use_cache=False
     ).last_hidden_state
+    if place is not None:
+        out["place"] = place(batch)
     wanted = batch.labels[:, 1:]
     chosen = wanted != -100
     logits = model.lm_head(hidden[:, :-1][chosen])
@@ -272,7 +310,14 @@ def losses(
     return out, right
 
 
-WEIGHTS = {"text": 1.0, "ctc": 0.5, "edges": 0.2, "frames": 0.5, "speaker": 0.5}
+WEIGHTS = {
+    "text": 1.0,
+    "ctc": 0.5,
+    "edges": 0.2,
+    "frames": 0.5,
+    "speaker": 0.5,
+    "place": 1.0,
+}
 
 
 def rate(step: int, steps: int, peak: float, warmup: int = 150) -> float:
@@ -305,10 +350,11 @@ def report(stage: str, step: int, steps: int, started: float, text: str) -> None
 def fit(
     stage: str,
     model: Any,
-    scout: nn.Linear | None,
+    scout: nn.Linear,
     batches: StepBatches,
     peak: float,
     save: Any,
+    place: PlaceScout | None = None,
 ) -> None:
     """Trains a model on all its losses, in place; ends with averaged weights.
 
@@ -318,11 +364,13 @@ def fit(
         scout: See `losses`.
         batches: One batch a step.
         peak: Highest learning rate.
-        save: Called with the step now and then while the averages are in the model.
+        save: Called now and then while the averages are in the model.
+        place: See `PlaceScout`.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if scout is not None:
-        parameters += scout.parameters()
+    parameters += scout.parameters()
+    if place is not None:
+        parameters += place.parameters()
     optimiser = torch.optim.AdamW(
         parameter_groups(parameters), lr=peak, betas=(0.9, 0.98), eps=1e-9
     )
@@ -338,8 +386,8 @@ def fit(
         course = batches.plan == "course"
         # the decoder learns speakers from the truth while the diarizer is poor
         truth_rate = max(0.0, 1 - step / (0.35 * steps)) if course else 0.0
-        hide = not course or step > 0.25 * steps
-        parts, right = losses(model, scout, batch, truth_rate, hide)
+        hide = course and step > 0.25 * steps
+        parts, right = losses(model, scout, batch, truth_rate, hide, place)
         total = sum(WEIGHTS[k] * v for k, v in parts.items())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -389,27 +437,46 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
 
 def train_tuned(rank: int, world: int, work: Path, steps: int) -> None:
     """Goes on with the better diarizer, frozen; rank 0 writes ``tuned.pt``."""
+    go_on(rank, world, work, steps, "tune", "base.pt", "tuned.pt")
+
+
+def train_placed(rank: int, world: int, work: Path, steps: int) -> None:
+    """Teaches the decoder to keep its place; rank 0 writes ``placed.pt``."""
+    go_on(rank, world, work, steps, "place", "tuned.pt", "placed.pt")
+
+
+def go_on(
+    rank: int, world: int, work: Path, steps: int, stage: str, start: str, end: str
+) -> None:
+    """Trains everything but the diarizer from one file to the next."""
     join(rank, world, work)
     tokenizer, assembler, _ = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "base.pt"))
+    model.load_state_dict(torch.load(work / start))
     diarizer = model.model.audio_tower.diarization_model
     diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
     diarizer.requires_grad_(False)
-    torch.manual_seed(SEED + 4 + rank)
+    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
+    last = stage == "place"
+    seed = SEED + (5 if last else 4)
     batches = StepBatches(
-        work / "cache", assembler, steps, SEED + 4, rank, world, plan="all"
+        work / "cache",
+        assembler,
+        steps,
+        seed,
+        rank,
+        world,
+        plan="last" if last else "all",
     )
-    fit(
-        "tune",
-        model,
-        None,
-        batches,
-        5e-4,
-        lambda: torch.save(model.state_dict(), work / "part-tuned.pt"),
-    )
+    place = PlaceScout(model.model.language_model) if last else None
+    torch.manual_seed(seed + rank)
+
+    def save() -> None:
+        torch.save(model.state_dict(), work / f"part-{end}")
+
+    fit(stage, model, scout, batches, 1e-3, save, place)
     if rank == 0:
-        torch.save(model.state_dict(), work / "tuned.pt")
+        torch.save(model.state_dict(), work / end)
     torch.distributed.destroy_process_group()
 
 
@@ -440,6 +507,22 @@ def build_model(tokenizer: Any, assembler: Assembler) -> Any:
     return model
 
 
+class WithoutMean(nn.Module):
+    """Makes a projection of stacked log-mels blind to the average spectrum.
+
+    Raw log-mels are far from zero: the optimiser's steps along their mean would drown
+    everything else, and the layer has no bias that could take it out.
+    """
+
+    def __init__(self, mean: torch.Tensor):
+        super().__init__()
+        mean = mean.repeat(8)
+        self.register_buffer("direction", mean / mean.norm())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight - (weight @ self.direction)[:, None] * self.direction
+
+
 def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
     """Trains the diarizer alone; rank 0 writes ``diarizer.pt``.
 
@@ -455,6 +538,12 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
     )
     octaves = torch.tensor(batches.source.pitches).clamp(min=60).div(140).log2()
     scout = nn.Linear(model.config.audio_config.hidden_size, len(octaves) + 1)
+    typical = StepBatches(work / "cache", assembler, 8, SEED + 3, 0, 1, plan="speakers")
+    speech = [b.features[b.activity.sum(2) > 0] for b in (typical[0], typical[1])]
+    projection = model.model.audio_tower.embedder.projection
+    parametrize.register_parametrization(
+        projection, "weight", WithoutMean(torch.cat(speech).mean(0))
+    )
     torch.manual_seed(SEED + rank)
     seen: list[torch.Tensor] = []
     model.model.audio_tower.layers[1].register_forward_hook(
@@ -506,6 +595,7 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
             report("diarizer", step, steps, started, text)
             sums = []
     average.store()
+    parametrize.remove_parametrizations(projection, "weight")
     if rank == 0:
         torch.save(model.state_dict(), work / "diarizer.pt")
     torch.distributed.destroy_process_group()
@@ -523,7 +613,7 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     """The trained model with stored precision, tokenizer, assembler, alignment."""
     tokenizer, assembler, proto = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "tuned.pt"))
+    model.load_state_dict(torch.load(work / "placed.pt"))
     round_weights(model)
     return model.eval(), tokenizer, assembler, proto
 
@@ -614,9 +704,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="cache folder")
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--diarizer-steps", type=int, default=2000)
-    parser.add_argument("--tune-steps", type=int, default=600)
-    parser.add_argument("--mtp-steps", type=int, default=1200)
+    parser.add_argument("--diarizer-steps", type=int, default=3000)
+    parser.add_argument("--tune-steps", type=int, default=1600)
+    parser.add_argument("--place-steps", type=int, default=1500)
+    parser.add_argument("--mtp-steps", type=int, default=700)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     work, world = arguments.work.absolute(), arguments.processes
@@ -630,6 +721,8 @@ def main() -> None:
         launch(train_diarizer, world, work, arguments.diarizer_steps)
     if not (work / "tuned.pt").exists():
         launch(train_tuned, world, work, arguments.tune_steps)
+    if not (work / "placed.pt").exists():
+        launch(train_placed, world, work, arguments.place_steps)
     if not (work / "mtp.pt").exists():
         launch(train_mtp, world, work, arguments.mtp_steps)
     export(work, arguments.out, with_mtp=True)
