@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""CPU replacements for what Mamba-2 prefix caching lacks off the GPU.
+"""What Mamba-2 layers lack on the CPU for prefix caching and speculative decoding.
 
-With prefix caching on (vLLM's default) a hybrid model keeps its Mamba states in
-blocks and moves them about: a long prefill leaves a checkpoint in an earlier
-block, and with speculative decoding the state of the last accepted token is
-copied at block borders. vLLM does these three things in Triton, and its CPU scan
-returns no state but the last. The functions here do the same on the CPU, and
-exactly: each is a copy, or runs vLLM's own sequential scan piece by piece.
+* With prefix caching (vLLM's default) Mamba states live in blocks and move about: a
+  long prefill leaves a checkpoint in an earlier block, and accepted drafts carry the
+  state over block borders. vLLM copies in Triton, and its CPU scan returns no state
+  but the last.
+* With speculative decoding a step runs over the drafts and keeps the states after
+  each, to go on from the last accepted one. vLLM's CPU kernels for the convolution
+  and the state update do not know of that: they go on from the wrong state.
+
+The functions here do it on the CPU, and exactly. Each is a copy, or calls vLLM's own
+kernel in pieces: a scan by chunks, a step with drafts token by token, in the very
+arithmetic of a decode without drafts.
 """
 
 import ctypes
@@ -84,6 +89,156 @@ def scan_with_chunk_states(
         )
         states.append(state)
     return torch.cat(states).to(x.dtype if state_dtype is None else state_dtype)
+
+
+def _draft_steps(
+    query_start_loc: torch.Tensor, active: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Go through a step with drafts token by token.
+
+    Args:
+        query_start_loc: Where the sequences start, ``(sequences + 1,)``.
+        active: Whether a sequence is one, ``(sequences,)``.
+
+    Yields:
+        The position in the sequences, those long enough, and their tokens there.
+    """
+    starts = query_start_loc[:-1].long()
+    lengths = (query_start_loc.diff().long() * active).clamp(min=0)
+    for step in range(int(lengths.max()) if lengths.numel() else 0):
+        sequences = (lengths > step).nonzero().squeeze(1)
+        yield step, sequences, starts[sequences] + step
+
+
+def convolve_with_drafts(
+    convolve: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    *,
+    conv_state_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    null_block_id: int,
+) -> torch.Tensor:
+    """Causal convolution of a decode step that ends in draft tokens.
+
+    A block's window holds the inputs before the last step's first token and those of
+    its tokens. As many as were accepted have become history.
+
+    Args:
+        convolve: vLLM's CPU update, for one token a sequence.
+        x: ``(tokens, channels)``.
+        conv_state: Paged windows, ``(blocks, channels, width - 1 + drafts)``.
+        weight: ``(channels, width)``.
+        bias: ``(channels,)``, if any.
+        activation: Handed on.
+        conv_state_indices: Blocks of the sequences, the first column counts.
+        num_accepted_tokens: Accepted in the last step, ``(sequences,)``.
+        query_start_loc: Where the sequences start in ``x``, ``(sequences + 1,)``.
+        null_block_id: Block of a sequence that is none.
+
+    Returns:
+        Shaped like ``x``.
+    """
+    blocks = conv_state_indices.reshape(conv_state_indices.shape[0], -1)[:, 0].long()
+    active = blocks != null_block_id
+    history = weight.shape[1] - 1
+    positions = num_accepted_tokens.long()[:, None] - 1 + torch.arange(history)
+    positions = positions.clamp(min=0, max=conv_state.shape[-1] - 1)
+    old = conv_state[blocks].gather(
+        2, positions[:, None, :].expand(-1, conv_state.shape[1], -1)
+    )
+    window = old.clone()
+    out = torch.empty_like(x)
+    for step, sequences, tokens in _draft_steps(query_start_loc, active):
+        out[tokens] = convolve(
+            x[tokens],
+            window,
+            weight,
+            bias,
+            activation,
+            conv_state_indices=sequences.to(torch.int32),
+            null_block_id=-1,
+        )
+        target = blocks[sequences]
+        conv_state[target, :, history - 1 + step] = x[tokens].to(conv_state.dtype)
+    kept = active.nonzero().squeeze(1)
+    conv_state[blocks[kept], :, : history - 1] = old[kept, :, 1:]
+    return out
+
+
+def update_state_with_drafts(
+    update: Callable[..., None],
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    state_batch_indices: torch.Tensor,
+    dst_state_batch_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    null_block_id: int,
+    z: torch.Tensor | None = None,
+    **options,
+) -> None:
+    """State update of a decode step that ends in draft tokens.
+
+    Args:
+        update: vLLM's CPU update, for one token a sequence.
+        state: Paged states, ``(blocks, heads, head_dim, state)``.
+        x: ``(tokens, heads, head_dim)``.
+        dt: Shaped like ``x``.
+        A: ``(heads, head_dim, state)``.
+        B: ``(tokens, groups, state)``.
+        C: ``(tokens, groups, state)``.
+        D: ``(heads, head_dim)``.
+        dt_bias: ``(heads, head_dim)``.
+        out: Result, shaped like ``x``, written in place.
+        state_batch_indices: Blocks to go on from, ``(sequences, 1 + drafts)``: the
+            column of the last token that was accepted counts.
+        dst_state_batch_indices: Blocks for the states after each token, likewise.
+        num_accepted_tokens: Accepted in the last step, ``(sequences,)``.
+        cu_seqlens: Where the sequences start, ``(sequences + 1,)``.
+        null_block_id: Block of a sequence that is none.
+        z: Gate, shaped like ``x``, if any.
+        options: Handed on.
+    """
+    last = (num_accepted_tokens.long() - 1).clamp(min=0)
+    source = state_batch_indices.gather(1, last[:, None]).squeeze(1)
+    active = dst_state_batch_indices[:, 0] != null_block_id
+    # A copy: the kernel writes the block that it reads, too, and the state after
+    # every token must stay.
+    running = state[source.long()]
+    for step, sequences, tokens in _draft_steps(cu_seqlens, active):
+        rows = sequences.to(torch.int32)[:, None]
+        part = torch.empty_like(x[tokens])
+        update(
+            running,
+            x[tokens],
+            dt[tokens],
+            A,
+            B[tokens],
+            C[tokens],
+            D,
+            dt_bias,
+            z=None if z is None else z[tokens],
+            out=part,
+            state_batch_indices=rows,
+            dst_state_batch_indices=rows,
+            null_block_id=-1,
+            **options,
+        )
+        out[tokens] = part
+        state[dst_state_batch_indices[sequences, step].long()] = running[sequences]
 
 
 def store_prefill_checkpoint(

@@ -124,15 +124,17 @@ def admit_non_gated_experts_on_cpu() -> None:
     FusedMoEConfig.__post_init__ = post_init
 
 
-def complete_mamba_prefix_caching_on_cpu() -> None:
-    """Let a hybrid model keep vLLM's default, prefix caching, on a CPU.
+def complete_mamba_on_cpu() -> None:
+    """Make prefix caching (vLLM's default) and drafts work with Mamba on a CPU.
 
-    Why: a prompt that leaves a Mamba checkpoint crashes the CPU scan, which has no
-        states but the last, and the copies between blocks exist in Triton only.
+    Why: a prompt that leaves a Mamba checkpoint crashes the CPU scan, the copies
+        between blocks exist in Triton only, and the CPU decode kernels take no heed
+        of accepted drafts, so that the output is wrong.
     How: where vLLM registers its own CPU replacements of Triton kernels, in the
-        worker, ours follow, by the same public registry; the scan is wrapped.
-    Upstream edit: the same entries in ``platforms/cpu.py``, and
-        ``return_intermediate_states`` in ``mamba/ops/cpu/mamba_ssm.py``.
+        worker, ours follow, by the same registry; scan, convolution and state
+        update are wrapped.
+    Upstream edit: the same entries in ``platforms/cpu.py``, and the missing
+        arguments in ``mamba/ops/cpu/``.
     Goes when: vLLM has them.
     """
     from vllm.platforms import current_platform
@@ -148,6 +150,7 @@ def complete_mamba_prefix_caching_on_cpu() -> None:
         register_vllm_kernels()
         _register_mamba_kernels()
         _wrap_mamba_scan()
+        _wrap_mamba_decode()
 
     register_triton_kernel_overrides.completes_mamba = True
     platform.register_triton_kernel_overrides = classmethod(
@@ -197,6 +200,65 @@ def _wrap_mamba_scan() -> None:
     ssd_combined._mamba_chunk_scan_combined_fwd = scan_on_cpu
 
 
+def _wrap_mamba_decode() -> None:
+    from functools import partial
+
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops.ssu_dispatch import CPUSSUBackend
+    from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+    from vllm_nemotron3_5_transcribe.cpu_mamba import (
+        convolve_with_drafts,
+        update_state_with_drafts,
+    )
+
+    convolve = mamba_mixer2.causal_conv1d_update
+    update = CPUSSUBackend.__call__
+    if getattr(convolve, "knows_drafts", False):
+        return
+
+    def causal_conv1d_update(
+        *args,
+        num_accepted_tokens=None,
+        query_start_loc=None,
+        null_block_id: int = NULL_BLOCK_ID,
+        **kwargs,
+    ):
+        if num_accepted_tokens is None:
+            return convolve(
+                *args,
+                query_start_loc=query_start_loc,
+                null_block_id=null_block_id,
+                **kwargs,
+            )
+        return convolve_with_drafts(
+            convolve,
+            *args,
+            num_accepted_tokens=num_accepted_tokens,
+            query_start_loc=query_start_loc,
+            null_block_id=null_block_id,
+            conv_state_indices=kwargs["conv_state_indices"],
+        )
+
+    def selective_state_update(
+        self, *args, num_accepted_tokens=None, cu_seqlens=None, **kwargs
+    ) -> None:
+        if num_accepted_tokens is None:
+            update(self, *args, cu_seqlens=cu_seqlens, **kwargs)
+            return
+        kwargs.setdefault("null_block_id", NULL_BLOCK_ID)
+        update_state_with_drafts(
+            partial(update, self),
+            *args,
+            num_accepted_tokens=num_accepted_tokens,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
+
+    causal_conv1d_update.knows_drafts = True
+    mamba_mixer2.causal_conv1d_update = causal_conv1d_update
+    CPUSSUBackend.__call__ = selective_state_update
+
+
 # In the order of registration.
 ALL_HOOKS = (
     register_models,
@@ -204,5 +266,5 @@ ALL_HOOKS = (
     register_config_defaults,
     route_mtp,
     admit_non_gated_experts_on_cpu,
-    complete_mamba_prefix_caching_on_cpu,
+    complete_mamba_on_cpu,
 )

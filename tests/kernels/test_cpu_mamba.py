@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mamba prefix caching on the CPU: states at chunk ends, copies between blocks."""
+"""Mamba on the CPU: states at chunk ends, copies between blocks, drafts."""
+
+from itertools import pairwise
 
 import pytest
 import torch
 
 import vllm._custom_ops  # noqa: F401  (loads the CPU kernels)
+from vllm.config.mamba import MambaConfig
+from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import (
+    causal_conv1d_update_cpu,
+)
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import (
     _mamba_chunk_scan_combined_fwd_cpu as vllm_scan,
 )
+from vllm.model_executor.layers.mamba.ops.ssu_dispatch import CPUSSUBackend
 from vllm.triton_utils import dispatcher
 from vllm.v1.attention.backends.mamba2_attn import compute_varlen_chunk_metadata
 from vllm_nemotron3_5_transcribe import cpu_mamba, hooks
@@ -285,3 +292,164 @@ def test_kernels_are_registered_by_vllms_names(monkeypatch):
     ):
         assert kernel in names
         assert dispatcher._registry[kernel][1].__module__ == cpu_mamba.__name__
+
+
+# --- Steps with drafts -----------------------------------------------------------
+
+# Three sequences: one whose last step accepted nothing but its own token, one that
+# accepted two drafts, and a shorter step. Block 0 is the null block.
+BLOCKS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], dtype=torch.int32)
+ACCEPTED = torch.tensor([1, 3, 2], dtype=torch.int32)
+STARTS = torch.tensor([0, 4, 8, 10], dtype=torch.int32)
+TOKENS = 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim_first", [False, True], ids=["SD", "DS"])
+@pytest.mark.parametrize("channels", [37, 96])
+def test_convolution_goes_on_from_the_accepted_tokens(channels, dim_first, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(channels, 4).to(dtype)
+    bias = torch.randn(channels).to(dtype)
+    x = torch.randn(TOKENS, channels).to(dtype)
+    if dim_first:
+        state = torch.randn(14, channels, 6).to(dtype)
+    else:
+        state = torch.randn(14, 6, channels).to(dtype).transpose(1, 2)
+    before = state.clone()
+    out = cpu_mamba.convolve_with_drafts(
+        causal_conv1d_update_cpu,
+        x,
+        state,
+        weight,
+        bias,
+        "silu",
+        conv_state_indices=BLOCKS,
+        num_accepted_tokens=ACCEPTED,
+        query_start_loc=STARTS,
+        null_block_id=0,
+    )
+    tolerance = {} if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+    for sequence, (start, end) in enumerate(pairwise(STARTS.tolist())):
+        block, skip = BLOCKS[sequence, 0], ACCEPTED[sequence] - 1
+        inputs = torch.cat([before[block][:, skip : skip + 3], x[start:end].T], dim=1)
+        expected = torch.nn.functional.conv1d(
+            inputs[None].double(),
+            weight[:, None].double(),
+            bias.double(),
+            groups=channels,
+        )
+        expected = torch.nn.functional.silu(expected)[0].T.to(dtype)
+        torch.testing.assert_close(out[start:end], expected, **tolerance)
+        kept = inputs[:, 1:]
+        assert torch.equal(state[block][:, : kept.shape[1]], kept)
+    untouched = [0, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13]
+    assert torch.equal(state[untouched], before[untouched])
+
+
+def ssm_arguments():
+    torch.manual_seed(0)
+    shape = (HEADS, HEAD_DIM)
+    dt = torch.randn(TOKENS, HEADS)
+    return dict(
+        x=torch.randn(TOKENS, *shape),
+        dt=dt[:, :, None].expand(-1, -1, HEAD_DIM),
+        A=-torch.rand(HEADS)[:, None, None].expand(-1, HEAD_DIM, STATE),
+        B=torch.randn(TOKENS, GROUPS, STATE),
+        C=torch.randn(TOKENS, GROUPS, STATE),
+        D=torch.randn(HEADS)[:, None].expand(-1, HEAD_DIM),
+        dt_bias=torch.randn(HEADS)[:, None].expand(-1, HEAD_DIM),
+    )
+
+
+BY_TOKEN = ("x", "dt", "B", "C")
+
+
+def test_states_after_every_token_are_those_of_single_steps():
+    """Bit for bit: the output and each kept state equal decoding without drafts."""
+    update = CPUSSUBackend(MambaConfig())
+    arguments = ssm_arguments()
+    state = torch.randn(14, HEADS, HEAD_DIM, STATE)
+    before = state.clone()
+    out = torch.empty_like(arguments["x"])
+    cpu_mamba.update_state_with_drafts(
+        update,
+        state,
+        **arguments,
+        dt_softplus=True,
+        out=out,
+        state_batch_indices=BLOCKS,
+        dst_state_batch_indices=BLOCKS,
+        num_accepted_tokens=ACCEPTED,
+        cu_seqlens=STARTS,
+        null_block_id=0,
+    )
+    expected_state = before.clone()
+    for sequence, (start, end) in enumerate(pairwise(STARTS.tolist())):
+        running = before[BLOCKS[sequence, ACCEPTED[sequence] - 1]][None].clone()
+        for step, token in enumerate(range(start, end)):
+            single = {
+                name: value[token : token + 1] if name in BY_TOKEN else value
+                for name, value in arguments.items()
+            }
+            expected = torch.empty_like(single["x"])
+            row = torch.zeros(1, 1, dtype=torch.int32)
+            update(
+                running,
+                **single,
+                dt_softplus=True,
+                out=expected,
+                state_batch_indices=row,
+                dst_state_batch_indices=row,
+                null_block_id=-1,
+            )
+            assert torch.equal(out[token : token + 1], expected)
+            expected_state[BLOCKS[sequence, step]] = running[0]
+    assert torch.equal(state, expected_state)
+
+
+def test_sequences_in_the_null_block_are_left_alone():
+    update = CPUSSUBackend(MambaConfig())
+    arguments = ssm_arguments()
+    blocks = BLOCKS.clone()
+    blocks[1] = 0
+    state = torch.randn(14, HEADS, HEAD_DIM, STATE)
+    before = state.clone()
+    cpu_mamba.update_state_with_drafts(
+        update,
+        state,
+        **arguments,
+        dt_softplus=True,
+        out=torch.empty_like(arguments["x"]),
+        state_batch_indices=blocks,
+        dst_state_batch_indices=blocks,
+        num_accepted_tokens=ACCEPTED,
+        cu_seqlens=STARTS,
+        null_block_id=0,
+    )
+    untouched = [0, 5, 6, 7, 8, 11, 12, 13]
+    assert torch.equal(state[untouched], before[untouched])
+    written = [1, 2, 3, 4, 9, 10]
+    assert not any(torch.equal(state[i], before[i]) for i in written)
+
+
+def test_decode_kernels_are_wrapped_once(monkeypatch):
+    """Without drafts vLLM's own kernels are called; wrapping again changes nothing."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    monkeypatch.setattr(mamba_mixer2, "causal_conv1d_update", causal_conv1d_update_cpu)
+    monkeypatch.setattr(CPUSSUBackend, "__call__", CPUSSUBackend.__call__)
+    hooks._wrap_mamba_decode()
+    wrapped = mamba_mixer2.causal_conv1d_update, CPUSSUBackend.__call__
+    hooks._wrap_mamba_decode()
+    assert (mamba_mixer2.causal_conv1d_update, CPUSSUBackend.__call__) == wrapped
+    x, weight = torch.randn(2, 16), torch.randn(16, 4)
+    states = torch.randn(3, 16, 3)
+    copy = states.clone()
+    indices = torch.tensor([1, 2], dtype=torch.int32)
+    out = wrapped[0](x, states, weight, None, "silu", conv_state_indices=indices)
+    expected = causal_conv1d_update_cpu(
+        x, copy, weight, None, "silu", conv_state_indices=indices
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(states, copy)
