@@ -6,7 +6,6 @@ A batch depends on its step and the seed alone, so training is the same whatever
 the number of loader workers.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,6 @@ class Batch:
         word_targets: ``(clips, frames / 8)``: the number of the word that sounds on
             an encoder frame, ``len(WORDS)`` in a pause, -100 where it is not known.
         voice_targets: ``(clips, frames / 8)``: the voice that speaks, -100 in a pause.
-        ordinals: ``(samples, tokens)``: at an audio token the number of the word that
-            sounds there, in the answer the number of the word that the next token
-            belongs to; counted from 0 over the whole sample, nan elsewhere.
         kind: What the clips are.
     """
 
@@ -59,42 +55,7 @@ class Batch:
     frame_targets: torch.Tensor
     word_targets: torch.Tensor
     voice_targets: torch.Tensor
-    ordinals: torch.Tensor
     kind: str
-
-
-def frame_ordinals(clip: Clip, frames: int, first: int) -> list[float]:
-    """The number of the word that sounds at every encoder frame.
-
-    Half a word past the last one in a pause; a phrase counts up evenly.
-    """
-    times = (np.arange(frames) + 0.5) * FACTOR / 100
-    out = np.full(frames, first - 0.5)
-    count = first
-    for words, start, end in clip.spans:
-        inside = (times >= start) & (times < end)
-        if len(words) == 1:
-            out[inside] = count
-        else:
-            share = (times[inside] - start) / (end - start)
-            out[inside] = count + share * len(words) - 0.5
-        count += len(words)
-        out[times >= end] = count - 0.5
-    return out.tolist()
-
-
-def answer_ordinals(answer: str) -> list[float]:
-    """The number of the word that every token belongs to, the turn end included.
-
-    A space or a speaker tag belongs to the word that it opens.
-    """
-    out, count, inside = [], 0, False
-    for unit in re.findall(r"<spk:\d+>|.", answer):
-        letter = len(unit) == 1 and unit != " "
-        count += inside and not letter
-        inside = letter
-        out.append(float(count))
-    return [*out, float(count + inside)]
 
 
 class Assembler:
@@ -151,24 +112,13 @@ class Assembler:
                 span = slice(round(start * 12.5 - 0.3), round(end * 12.5 + 0.3))
                 known = len(words) == 1
                 word_targets[n, span] = WORDS.index(words[0]) if known else -100
-        rows, labels, places, used = [], [], [], 0
+        rows, labels, used = [], [], 0
         for sample_clips, prompt, answer in samples:
             count = len(sample_clips)
-            lengths = valid[used : used + count]
-            ids = self.prompt_ids(prompt, lengths)
+            ids = self.prompt_ids(prompt, valid[used : used + count])
             used += count
             answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
             answer_ids = answer_ids + [self.tokenizer.eos_token_id]
-            heard, said = [], 0
-            for clip, length in zip(sample_clips, lengths, strict=True):
-                heard += frame_ordinals(clip, -(-length // FACTOR), said)
-                said += len(clip.words)
-            sounds = iter(heard)
-            place = [next(sounds) if t == self.audio_id else np.nan for t in ids]
-            written = answer_ordinals(answer)
-            if len(written) != len(answer_ids):
-                raise ValueError(f"{answer!r} is not one token a character")
-            places.append([*place[:-1], *written, np.nan])
             rows.append(ids + answer_ids)
             labels.append([-100] * len(ids) + answer_ids)
         width = max(map(len, rows))
@@ -183,7 +133,6 @@ class Assembler:
             targets,
             word_targets,
             voice_targets,
-            torch.tensor([r + [np.nan] * (width - len(r)) for r in places]),
             kind,
         )
 
@@ -220,8 +169,8 @@ class StepBatches:
     """One process's share of batch number ``step`` of ``steps``.
 
     Kind and length of a batch follow a plan and are the same in every process:
-    ``course`` starts easy and takes in everything, ``all`` has more long clips,
-    ``last`` fewer again, ``speakers`` is turns of several speakers above all.
+    ``course`` starts easy and takes in everything, ``all`` is its end, ``speakers``
+    is turns of several speakers above all.
     """
 
     def __init__(
@@ -259,10 +208,11 @@ class StepBatches:
                 return self._utterances(rng, ((1, 2), (2, 4))[int(roll < 0.5)], "words")
             return self._speakers(rng)
         # long clips are hard to keep one's place in: the end of training has more
-        utterances, speakers, pairs, text = {
-            "course": (0.56, 0.84, 0.88, 0.90),
-            "all": (0.44, 0.72, 0.75, 0.77),
-        }.get(self.plan, (0.58, 0.82, 0.84, 0.855))
+        utterances, speakers, pairs, text = (
+            (0.56, 0.84, 0.88, 0.90)
+            if self.plan == "course"
+            else (0.44, 0.72, 0.75, 0.77)
+        )
         if roll < utterances:
             words = ((1, 2), (2, 4), (4, 6), (6, 8))
             length = int(choice.choice(4, p=(0.15, 0.25, 0.3, 0.3)))

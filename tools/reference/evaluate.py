@@ -10,6 +10,7 @@ Prints one line per figure of the card.
 """
 
 import argparse
+import difflib
 import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -189,6 +190,25 @@ def tag_words(text: str) -> list[tuple[str, str]]:
     return out
 
 
+def same_tags(wanted: str, heard: str) -> tuple[int, int]:
+    """Words that were heard, with the right tag, of how many heard at all.
+
+    The two transcripts are aligned on their words alone.
+    """
+    first, second = tag_words(wanted), tag_words(heard)
+    matcher = difflib.SequenceMatcher(
+        None, [w for _, w in first], [w for _, w in second], autojunk=False
+    )
+    right = total = 0
+    for a, b, size in matcher.get_matching_blocks():
+        total += size
+        right += sum(
+            x[0] == y[0]
+            for x, y in zip(first[a : a + size], second[b : b + size], strict=True)
+        )
+    return right, total
+
+
 def _clips(kind: str, count: int) -> list[Clip]:
     with ProcessPoolExecutor(2) as pool:
         return list(pool.map(heldout_clip, range(count), [kind] * count, chunksize=4))
@@ -233,8 +253,9 @@ def main() -> None:
         pairs.append((clip.text, result["text"]))
         if decoder.head is not None:
             steps += np.array(decoder.acceptance(result))
-    measure("held-out utterances", pairs)
-    if decoder.head is not None:
+    if pairs:
+        measure("held-out utterances", pairs)
+    if pairs and decoder.head is not None:
         for count in range(DEPTHS):
             mean = steps[count, 0] / steps[count, 1]
             print(f"accepted drafts per step, N={count + 1}: {mean:.2f}", flush=True)
@@ -244,12 +265,10 @@ def main() -> None:
             text = decoder(clip.audio, SPEAKER_PROMPT)["text"]
             pairs.append((clip.tagged_text, text))
             plain.append((clip.text, decoder(clip.audio)["text"]))
-            wanted, heard = tag_words(clip.tagged_text), tag_words(text)
-            total += len(wanted)
-            if [w for _, w in wanted] == [w for _, w in heard]:
-                right += sum(a == b for a, b in zip(wanted, heard, strict=True))
+            found, count = same_tags(clip.tagged_text, text)
+            right, total = right + found, total + count
         measure("two and three speakers, tagged", pairs)
-        print(f"words right with the right tag: {100 * right / total:.1f} %")
+        print(f"right tag on {100 * right / total:.1f} % of {total} words heard")
         measure("two and three speakers, plain prompt", plain)
     if arguments.long:
         clips = _clips("long", arguments.long)

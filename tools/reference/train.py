@@ -222,48 +222,12 @@ def embed_tokens(model: Any, input_ids: torch.Tensor, audio: torch.Tensor) -> An
     return embeds.masked_scatter(places, audio.to(embeds.dtype))
 
 
-class PlaceScout(nn.Module):
-    """Reads from the decoder which word it is at, in the audio and in the answer.
-
-    Without rotary positions the decoder finds its place in the audio by content, and
-    loses it where words repeat. Taught to count words on both sides, it need not. The
-    scout is thrown away after training.
-    """
-
-    PERIODS = (4, 8, 16, 32, 64, 160)
-    LAYER = 3  # the second Mamba layer, before the second attention
-
-    def __init__(self, decoder: nn.Module):
-        super().__init__()
-        self.read = nn.Linear(decoder.config.hidden_size, 2 * len(self.PERIODS))
-        self.seen: list[torch.Tensor] = []
-        decoder.layers[self.LAYER].register_forward_hook(
-            lambda module, inputs, output: self.seen.append(output)
-        )
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss on the states of the decoder's last run."""
-        hidden = self.seen.pop()
-        self.seen.clear()
-        known = ~batch.ordinals.isnan()
-        angle = batch.ordinals[known][:, None] * (
-            2 * math.pi / torch.tensor(self.PERIODS)
-        )
-        wanted = torch.cat([angle.sin(), angle.cos()], -1).float()
-        normal = F.layer_norm(hidden[known], hidden.shape[-1:])
-        error = (self.read(normal) - wanted).square().mean(-1)
-        answer = (batch.labels.roll(-1, 1) != -100)[known]
-        parts = [error[side].mean() for side in (answer, ~answer) if side.any()]
-        return sum(parts) / len(parts)
-
-
 def losses(
     model: Any,
     scout: nn.Linear,
     batch: Batch,
     truth_rate: float,
     mask_bands: bool,
-    place: PlaceScout | None = None,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """The training losses of a batch and the share of right next tokens.
 
@@ -300,8 +264,6 @@ def losses(
     hidden = model.model.language_model(
         inputs_embeds=embeds, use_cache=False
     ).last_hidden_state
-    if place is not None:
-        out["place"] = place(batch)
     wanted = batch.labels[:, 1:]
     chosen = wanted != -100
     logits = model.lm_head(hidden[:, :-1][chosen])
@@ -310,14 +272,7 @@ def losses(
     return out, right
 
 
-WEIGHTS = {
-    "text": 1.0,
-    "ctc": 0.5,
-    "edges": 0.2,
-    "frames": 0.5,
-    "speaker": 0.5,
-    "place": 1.0,
-}
+WEIGHTS = {"text": 1.0, "ctc": 0.5, "edges": 0.2, "frames": 0.5, "speaker": 0.5}
 
 
 def rate(step: int, steps: int, peak: float, warmup: int = 150) -> float:
@@ -354,7 +309,6 @@ def fit(
     batches: StepBatches,
     peak: float,
     save: Any,
-    place: PlaceScout | None = None,
 ) -> None:
     """Trains a model on all its losses, in place; ends with averaged weights.
 
@@ -364,13 +318,10 @@ def fit(
         scout: See `losses`.
         batches: One batch a step.
         peak: Highest learning rate.
-        save: Called now and then while the averages are in the model.
-        place: See `PlaceScout`.
+        save: Called with the step now and then while the averages are in the model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     parameters += scout.parameters()
-    if place is not None:
-        parameters += place.parameters()
     optimiser = torch.optim.AdamW(
         parameter_groups(parameters), lr=peak, betas=(0.9, 0.98), eps=1e-9
     )
@@ -387,7 +338,7 @@ def fit(
         # the decoder learns speakers from the truth while the diarizer is poor
         truth_rate = max(0.0, 1 - step / (0.35 * steps)) if course else 0.0
         hide = course and step > 0.25 * steps
-        parts, right = losses(model, scout, batch, truth_rate, hide, place)
+        parts, right = losses(model, scout, batch, truth_rate, hide)
         total = sum(WEIGHTS[k] * v for k, v in parts.items())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -437,46 +388,28 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
 
 def train_tuned(rank: int, world: int, work: Path, steps: int) -> None:
     """Goes on with the better diarizer, frozen; rank 0 writes ``tuned.pt``."""
-    go_on(rank, world, work, steps, "tune", "base.pt", "tuned.pt")
-
-
-def train_placed(rank: int, world: int, work: Path, steps: int) -> None:
-    """Teaches the decoder to keep its place; rank 0 writes ``placed.pt``."""
-    go_on(rank, world, work, steps, "place", "tuned.pt", "placed.pt")
-
-
-def go_on(
-    rank: int, world: int, work: Path, steps: int, stage: str, start: str, end: str
-) -> None:
-    """Trains everything but the diarizer from one file to the next."""
     join(rank, world, work)
     tokenizer, assembler, _ = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / start))
+    model.load_state_dict(torch.load(work / "base.pt"))
     diarizer = model.model.audio_tower.diarization_model
     diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
     diarizer.requires_grad_(False)
     scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
-    last = stage == "place"
-    seed = SEED + (5 if last else 4)
+    torch.manual_seed(SEED + 4 + rank)
     batches = StepBatches(
-        work / "cache",
-        assembler,
-        steps,
-        seed,
-        rank,
-        world,
-        plan="last" if last else "all",
+        work / "cache", assembler, steps, SEED + 4, rank, world, plan="all"
     )
-    place = PlaceScout(model.model.language_model) if last else None
-    torch.manual_seed(seed + rank)
-
-    def save() -> None:
-        torch.save(model.state_dict(), work / f"part-{end}")
-
-    fit(stage, model, scout, batches, 1e-3, save, place)
+    fit(
+        "tune",
+        model,
+        scout,
+        batches,
+        1e-3,
+        lambda: torch.save(model.state_dict(), work / "part-tuned.pt"),
+    )
     if rank == 0:
-        torch.save(model.state_dict(), work / end)
+        torch.save(model.state_dict(), work / "tuned.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -613,7 +546,7 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     """The trained model with stored precision, tokenizer, assembler, alignment."""
     tokenizer, assembler, proto = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "placed.pt"))
+    model.load_state_dict(torch.load(work / "tuned.pt"))
     round_weights(model)
     return model.eval(), tokenizer, assembler, proto
 
@@ -706,8 +639,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--diarizer-steps", type=int, default=3000)
     parser.add_argument("--tune-steps", type=int, default=1600)
-    parser.add_argument("--place-steps", type=int, default=1500)
-    parser.add_argument("--mtp-steps", type=int, default=700)
+    parser.add_argument("--mtp-steps", type=int, default=900)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     work, world = arguments.work.absolute(), arguments.processes
@@ -721,8 +653,6 @@ def main() -> None:
         launch(train_diarizer, world, work, arguments.diarizer_steps)
     if not (work / "tuned.pt").exists():
         launch(train_tuned, world, work, arguments.tune_steps)
-    if not (work / "placed.pt").exists():
-        launch(train_placed, world, work, arguments.place_steps)
     if not (work / "mtp.pt").exists():
         launch(train_mtp, world, work, arguments.mtp_steps)
     export(work, arguments.out, with_mtp=True)
