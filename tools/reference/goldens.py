@@ -508,6 +508,7 @@ def main() -> None:
     parser.add_argument("--long-chunks", type=int, default=24, help="length of `long`")
     options = parser.parse_args()
 
+    torch.set_num_threads(1)  # the models are small, and the order of sums is fixed
     reference = Reference(options.checkpoint)
     recorder = Recorder(reference, options.rows)
     add_texts(recorder)
