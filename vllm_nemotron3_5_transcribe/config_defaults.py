@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Engine settings that follow from the architecture, and from a CPU without room."""
+"""Engine settings that follow from the architecture, and from running on a CPU."""
 
 import os
 import shutil
 import sysconfig
 from pathlib import Path
+
+from transformers import PretrainedConfig
 
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
@@ -18,8 +20,11 @@ from vllm.utils.mem_constants import GiB_bytes
 
 logger = init_logger(__name__)
 
-# What the server's other processes take between this check and the worker's.
-_OTHER_PROCESSES_BYTES = 2 * GiB_bytes
+# Size of the KV cache on a CPU, if the user names none.
+_FULL_LENGTH_REQUESTS = 8
+_SMALLEST_CACHE_BYTES = GiB_bytes // 2
+# Mamba states that a request holds: running, saved, and after some drafts.
+_STATES_PER_REQUEST = 8
 
 
 class TranscribeConfigDefaults(VerifyAndUpdateConfig):
@@ -29,8 +34,8 @@ class TranscribeConfigDefaults(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Keep the Mamba state in float32 unless the user chose otherwise.
 
-        On a CPU, also keep vLLM's defaults from stopping the server where memory
-        is short or nothing can be compiled.
+        On a CPU, also keep vLLM's defaults from taking all of the memory, and from
+        stopping the server where nothing can be compiled.
         """
         NemotronHForCausalLMConfig.update_mamba_ssm_cache_dtype(
             cache_config=vllm_config.cache_config,
@@ -38,7 +43,7 @@ class TranscribeConfigDefaults(VerifyAndUpdateConfig):
         )
         if current_platform.is_cpu():
             _run_eagerly_without_compiler(vllm_config.model_config)
-            _fit_into_free_memory(vllm_config.cache_config)
+            _limit_kv_cache(vllm_config)
 
 
 def _run_eagerly_without_compiler(model_config: ModelConfig) -> None:
@@ -58,36 +63,53 @@ def _run_eagerly_without_compiler(model_config: ModelConfig) -> None:
         )
 
 
-def _fit_into_free_memory(cache_config: CacheConfig) -> None:
-    """Ask for less memory where vLLM's default share of it is not free.
+def _limit_kv_cache(vllm_config: VllmConfig) -> None:
+    """Reserve what some requests need in place of nearly all of the memory.
 
-    The default, 92 % of a memory node, is meant for a GPU of one's own; on a CPU
-    the worker refuses to start when other processes hold more than the rest.
+    vLLM's default, 92 % of a memory node, is meant for a GPU of one's own. On a CPU
+    other programs want memory, too, and the worker refuses to start when they have
+    it. A checkpoint that is not in a folder keeps vLLM's default: how much of the
+    memory its weights will take is not known here.
     """
     from vllm.utils.cpu_resource_utils import (
         get_allowed_cpu_list,
         get_memory_node_info,
     )
 
-    default = CacheConfig.gpu_memory_utilization
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    folder = Path(model.model)
     if (
-        cache_config.kv_cache_memory_bytes is not None
-        or cache_config.gpu_memory_utilization != default
+        cache.kv_cache_memory_bytes is not None
+        or cache.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
         or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        or not folder.is_dir()
     ):
         return
+    weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    available, total = node.available_memory, node.total_memory
-    room = max(available - _OTHER_PROCESSES_BYTES, available // 2)
-    if default * total <= room:
-        return
-    share = max(int(95 * room / total), 1) / 100
-    cache_config.gpu_memory_utilization = share
-    logger.warning(
-        "Only %.1f of %.1f GiB of memory are free: using --gpu-memory-utilization %s "
-        "instead of %s.",
-        available / GiB_bytes,
-        total / GiB_bytes,
-        share,
-        default,
+    wanted = _FULL_LENGTH_REQUESTS * _request_bytes(
+        model.hf_text_config, model.max_model_len
+    )
+    room = max(node.available_memory - weights, 0) // 2
+    cache.kv_cache_memory_bytes = min(max(wanted, _SMALLEST_CACHE_BYTES), room)
+    logger.info(
+        "Reserving %.2f GiB for the KV cache; --kv-cache-memory-bytes sets another "
+        "size.",
+        cache.kv_cache_memory_bytes / GiB_bytes,
+    )
+
+
+def _request_bytes(text_config: PretrainedConfig, max_model_len: int) -> int:
+    """Keys, values and Mamba states of a request of full length, roughly.
+
+    In float32, which is twice what bfloat16 needs.
+    """
+    pattern = text_config.hybrid_override_pattern
+    token = 2 * text_config.num_key_value_heads * text_config.head_dim
+    inner = text_config.mamba_num_heads * text_config.mamba_head_dim
+    channels = inner + 2 * text_config.n_groups * text_config.ssm_state_size
+    state = inner * text_config.ssm_state_size + channels * text_config.conv_kernel
+    return 4 * (
+        pattern.count("*") * token * max_model_len
+        + pattern.count("M") * state * _STATES_PER_REQUEST
     )

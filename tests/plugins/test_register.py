@@ -216,37 +216,33 @@ class Settings:
         self.__dict__.update(values)
 
 
-def cache_settings(**values):
+def apply_defaults(model="no-folder", architecture=TARGET, **cache_values):
+    """Run the defaults on a cache config; returns it."""
     from vllm.config import CacheConfig
 
-    return CacheConfig(**values)
-
-
-@pytest.mark.parametrize("architecture", hooks.TARGET_ARCHITECTURES)
-def test_mamba_state_defaults_to_nemotron_hs_float32(architecture):
-    cache = cache_settings(kv_cache_memory_bytes=1 << 20)
+    cache = CacheConfig(**cache_values)
+    config = _CONFIG_REGISTRY["nemo_speechlm"]()
     model = Settings(
-        hf_text_config=_CONFIG_REGISTRY["nemo_speechlm"]().text_config,
+        model=str(model),
+        hf_text_config=config.text_config,
+        max_model_len=65536,
         enforce_eager=False,
     )
     MODELS_CONFIG_MAP[architecture].verify_and_update_config(
         Settings(cache_config=cache, model_config=model)
     )
-    assert cache.mamba_ssm_cache_dtype == "float32"
+    return cache
+
+
+@pytest.mark.parametrize("architecture", hooks.TARGET_ARCHITECTURES)
+def test_mamba_state_defaults_to_nemotron_hs_float32(architecture):
     assert NemotronHForCausalLMConfig.DEFAULT_MAMBA_SSM_CACHE_DTYPE == "float32"
+    cache = apply_defaults(architecture=architecture)
+    assert cache.mamba_ssm_cache_dtype == "float32"
 
 
 def test_mamba_state_dtype_of_the_user_is_kept():
-    cache = cache_settings(
-        kv_cache_memory_bytes=1 << 20, mamba_ssm_cache_dtype="bfloat16"
-    )
-    model = Settings(
-        hf_text_config=_CONFIG_REGISTRY["nemo_speechlm"]().text_config,
-        enforce_eager=False,
-    )
-    MODELS_CONFIG_MAP[TARGET].verify_and_update_config(
-        Settings(cache_config=cache, model_config=model)
-    )
+    cache = apply_defaults(mamba_ssm_cache_dtype="bfloat16")
     assert cache.mamba_ssm_cache_dtype == "bfloat16"
 
 
@@ -255,7 +251,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Set the memory node's total and available bytes."""
+    """Set the memory node's total and available GiB."""
     from vllm.utils import cpu_resource_utils
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -265,47 +261,55 @@ def memory(monkeypatch):
             cpu_resource_utils,
             "get_memory_node_info",
             lambda node: cpu_resource_utils.MemoryNodeInfo(
-                total_memory=total * GIB, available_memory=available * GIB
+                total_memory=int(total * GIB), available_memory=int(available * GIB)
             ),
         )
 
     return set_memory
 
 
-def fit(**values):
-    from vllm_nemotron3_5_transcribe.config_defaults import _fit_into_free_memory
-
-    cache = cache_settings(**values)
-    _fit_into_free_memory(cache)
-    return cache.gpu_memory_utilization
-
-
-def test_free_memory_keeps_vllms_default(memory):
-    memory(total=64, available=63)
-    assert fit() == 0.92
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of 2 GiB that takes no room."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2 * GIB)
+    return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("total", "available"), [(16, 15), (16, 8), (24, 10), (8, 3), (64, 60), (4, 1)]
-)
-def test_short_memory_lowers_the_share_to_what_is_free(memory, total, available):
-    memory(total, available)
-    share = fit()
-    assert 0 < share * total <= available
+def test_kv_cache_holds_some_requests_of_full_length(memory, folder):
+    memory(512, 500)
+    size = apply_defaults(folder).kv_cache_memory_bytes
+    # 6 attention layers with 2 heads of 128, 65536 tokens, float32.
+    keys_and_values = 6 * 2 * 2 * 128 * 65536 * 4
+    assert 8 * keys_and_values < size < 16 * keys_and_values
+
+
+@pytest.mark.parametrize("available", [1.5, 3, 8, 20])
+def test_kv_cache_leaves_room_for_weights_and_others(memory, folder, available):
+    memory(24, available)
+    size = apply_defaults(folder).kv_cache_memory_bytes
+    assert size <= max(available - 2, 0) / 2 * GIB
 
 
 @pytest.mark.parametrize(
     "values", [{"gpu_memory_utilization": 0.9}, {"kv_cache_memory_bytes": GIB}]
 )
-def test_memory_that_the_user_chose_is_kept(memory, values):
-    memory(total=16, available=4)
-    assert fit(**values) == values.get("gpu_memory_utilization", 0.92)
+def test_memory_that_the_user_chose_is_kept(memory, folder, values):
+    memory(24, 20)
+    cache = apply_defaults(folder, **values)
+    assert cache.gpu_memory_utilization == values.get("gpu_memory_utilization", 0.92)
+    assert cache.kv_cache_memory_bytes == values.get("kv_cache_memory_bytes")
 
 
-def test_kv_cache_space_of_the_environment_is_kept(memory, monkeypatch):
-    memory(total=16, available=4)
+def test_kv_cache_space_of_the_environment_is_kept(memory, folder, monkeypatch):
+    memory(24, 20)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert fit() == 0.92
+    assert apply_defaults(folder).kv_cache_memory_bytes is None
+
+
+def test_checkpoint_of_unknown_size_keeps_vllms_default(memory):
+    memory(24, 20)
+    assert apply_defaults("someone/some-model").kv_cache_memory_bytes is None
 
 
 def compiles(monkeypatch, **environment):
