@@ -18,7 +18,8 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 from vllm.utils.mem_constants import GiB_bytes
 
-logger = init_logger(__name__)
+# A child of vLLM's logger, for its handlers.
+logger = init_logger("vllm.nemotron3_5_transcribe")
 
 # Size of the KV cache on a CPU, if the user names none.
 _FULL_LENGTH_REQUESTS = 8
