@@ -602,11 +602,6 @@ class Nemotron3_5TranscribeDataParser(MultiModalDataParser):
 class Nemotron3_5TranscribeProcessingInfo(BaseProcessingInfo):
     """Facts of the model's inputs. There is no Hugging Face processor."""
 
-    def get_hf_config(self) -> Any:
-        # Not checked against the class: the spawned front end may hold a config that
-        # was unpickled under another module instance.
-        return self.ctx.get_hf_config()
-
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         return {}
 
@@ -752,7 +747,6 @@ class Nemotron3_5TranscribeForConditionalGeneration(
     """Audio tower and NemotronH decoder."""
 
     supported_languages = _LANGUAGES
-    supports_transcription_only: ClassVar[bool] = False
     supports_encoder_tp_data: ClassVar[bool] = True
 
     hf_to_vllm_mapper = _TARGET_MAPPER

@@ -26,7 +26,6 @@ from torch import nn
 from transformers.audio_utils import mel_filter_bank
 
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -41,8 +40,6 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.models.vision import is_vit_use_data_parallel
 from vllm.utils.torch_utils import set_default_torch_dtype
-
-logger = init_logger(__name__)
 
 # Encoder frames (80 ms each) that go through an encoder in one pass: bounds the
 # activations, whatever the length and the number of the clips. 16 windows of the

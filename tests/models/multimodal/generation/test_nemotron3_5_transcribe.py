@@ -3,7 +3,6 @@
 """The whole model in a real engine, against the reference's logits and tokens."""
 
 import base64
-import io
 
 import numpy as np
 import pytest
@@ -194,8 +193,6 @@ def test_bad_audio_leaves_the_engine_usable(llm, goldens, audio, message):
 
 def test_bfloat16_runs_with_the_default_flags(checkpoint, goldens):
     """The dtype of the checkpoint; tokens may differ where logits are close."""
-    buffer = io.BytesIO()
-    soundfile.write(buffer, goldens.audio("chunks_3_4"), 16000, format="WAV")
     with offline_engine(CHECKPOINTS[checkpoint], dtype="auto") as engine:
         cases = greedy_cases(goldens)[:24]
         outputs = engine.generate([p for p, _ in cases], GREEDY, use_tqdm=False)

@@ -174,10 +174,6 @@ def add(name):
     return edit
 
 
-def first(tensors, part):
-    return next(name for name in sorted(tensors) if part in name)
-
-
 NAMES = sorted(read_tensors()[0])
 ATTENTION = next(n for n in NAMES if n.endswith(".mixer.k_proj.weight"))
 EXPERT = next(n for n in NAMES if n.endswith("gate_and_up_projs") and "mtp" not in n)
