@@ -141,14 +141,23 @@ def stack_frames(features: torch.Tensor, factor: int) -> torch.Tensor:
     return features.reshape(-1, factor * num_mels)
 
 
-def normalize_per_feature(features: torch.Tensor) -> torch.Tensor:
-    """Zero mean, unit variance of each mel bin over a whole clip, (frames, mels).
+def feature_statistics(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each mel bin over a whole clip, (mels,) each.
 
     The variance is unbiased, and NeMo adds its epsilon to the deviation.
+
+    Args:
+        features: (frames, mels) log-mels.
     """
-    centered = features - features.mean(0, keepdim=True)
-    variance = centered.square().sum(0, keepdim=True) / max(len(features) - 1, 1)
-    return centered / (variance.sqrt() + 1e-5)
+    mean = features.mean(0)
+    variance = (features - mean).square().sum(0) / max(len(features) - 1, 1)
+    return mean, variance.sqrt() + 1e-5
+
+
+def normalize_per_feature(features: torch.Tensor) -> torch.Tensor:
+    """Zero mean, unit variance of each mel bin over a whole clip, (frames, mels)."""
+    mean, deviation = feature_statistics(features)
+    return (features - mean) / deviation
 
 
 class LogMelSpectrogram(nn.Module):
@@ -678,7 +687,6 @@ class SortformerDiarizer(nn.Module):
         """
         config = self.config
         factor = config.subsampling_factor
-        silence = self.sortformer_modules.learnable_sil_emb
         embeds, chunks, caches = [], [], []
         for clip in features:
             frames = self.encoder.pre_encode(stack_frames(clip, factor))
@@ -701,34 +709,71 @@ class SortformerDiarizer(nn.Module):
         logits: list[list[torch.Tensor]] = [[] for _ in features]
         for step in range(max(map(len, chunks), default=0)):
             active = [i for i, plan in enumerate(chunks) if step < len(plan)]
-            inputs, masked_tail = [], []
-            for i in active:
-                chunk, cache = chunks[i][step], caches[i]
-                num_frames, num_valid = len(embeds[i]), chunks[i][-1].end
-                end = min(chunk.start + config.chunk_length, num_frames)
-                end = min(end + config.chunk_right_context, num_frames)
-                masked_tail.append(end > num_valid)
-                inputs.append(
-                    torch.cat(
-                        [cache.embeds, cache.fifo, embeds[i][chunk.context_start : end]]
-                    )
-                )
-            for i, states in zip(active, self.encoder(inputs, masked_tail)):
-                chunk, cache = chunks[i][step], caches[i]
-                step_logits = self.sortformer_modules(states)
-                num_cached = len(cache)
-                start = num_cached + chunk.start - chunk.context_start
-                end = start + chunk.end - chunk.start
-                logits[i].append(step_logits[start * factor : end * factor])
-                if step + 1 < len(chunks[i]):
-                    probs = frame_probabilities(step_logits, factor)
-                    cache.push(
-                        embeds[i][chunk.start : chunk.end],
-                        probs[:num_cached],
-                        probs[start:end],
-                        silence,
-                    )
+            ends = [self.window_end(chunks[i][step], len(embeds[i])) for i in active]
+            outputs = self.step(
+                [chunks[i][step] for i in active],
+                [
+                    embeds[i][chunks[i][step].context_start : end]
+                    for i, end in zip(active, ends)
+                ],
+                [end > chunks[i][-1].end for i, end in zip(active, ends)],
+                [caches[i] for i in active],
+                # Nothing looks at a cache after its last chunk.
+                [step + 1 == len(chunks[i]) for i in active],
+            )
+            for i, output in zip(active, outputs):
+                logits[i].append(output)
         return [torch.cat(clip_logits) for clip_logits in logits]
+
+    def window_end(self, chunk: EncoderChunk, num_frames: int) -> int:
+        """Where the frames end that a chunk sees, of `num_frames` with the tail."""
+        end = min(chunk.start + self.config.chunk_length, num_frames)
+        return min(end + self.config.chunk_right_context, num_frames)
+
+    def step(
+        self,
+        chunks: Sequence[EncoderChunk],
+        windows: Sequence[torch.Tensor],
+        masked_tail: Sequence[bool],
+        caches: Sequence[SpeakerCache],
+        is_last: Sequence[bool],
+    ) -> list[torch.Tensor]:
+        """Diarize the next chunk of some clips.
+
+        Args:
+            chunks: which frames of each clip.
+            windows: (frames, hidden) pre-encoded, from the chunk's `context_start` on.
+            masked_tail: whether the last frame of a window is padding.
+            caches: what is remembered of each clip; takes in the chunk ...
+            is_last: ... unless it is the clip's last.
+
+        Returns:
+            (chunk frames x factor, speakers) logits of each clip.
+        """
+        factor = self.config.subsampling_factor
+        silence = self.sortformer_modules.learnable_sil_emb
+        inputs = [
+            torch.cat([cache.embeds, cache.fifo, window])
+            for cache, window in zip(caches, windows)
+        ]
+        outputs = []
+        for chunk, window, cache, last, states in zip(
+            chunks, windows, caches, is_last, self.encoder(inputs, masked_tail)
+        ):
+            logits = self.sortformer_modules(states)
+            num_cached, length = len(cache), chunk.end - chunk.start
+            offset = chunk.start - chunk.context_start
+            start = num_cached + offset
+            outputs.append(logits[start * factor : (start + length) * factor])
+            if not last:
+                probs = frame_probabilities(logits, factor)
+                cache.push(
+                    window[offset : offset + length],
+                    probs[:num_cached],
+                    probs[start : start + length],
+                    silence,
+                )
+        return outputs
 
 
 def frame_probabilities(speaker_logits: torch.Tensor, factor: int) -> torch.Tensor:
