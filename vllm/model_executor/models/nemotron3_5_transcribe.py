@@ -15,6 +15,7 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -112,6 +113,15 @@ DEFAULT_INSTRUCTION = (
 # checkpoint's list. Norwegian Bokmål, `nb`, has no code of its own in vLLM.
 _LANGUAGES = {
     **{"cs": "Czech", "nl": "Dutch", "en": "English", "fr": "French"},
+# From an earlier form of the released plugin; there is no newer one.
+SPEAKER_INSTRUCTION = (
+    "Transcribe this audio. Include all spoken words and verbal fillers. Write "
+    "numbers as spoken. Use no punctuation and no capitalization. Start every speaker "
+    "turn with a speaker tag such as <spk:0>, <spk:1>, <spk:2>, etc.; assign one "
+    "stable tag per speaker and keep speaker identities consistent. Output only the "
+    "speaker-tagged transcript."
+)
+
     **{"de": "German", "hi": "Hindi", "it": "Italian", "ko": "Korean"},
     **{"pl": "Polish", "pt": "Portuguese", "ru": "Russian", "sk": "Slovak"},
     **{"es": "Spanish"},
@@ -174,6 +184,14 @@ def get_max_audio_samples(
     audio_config: Any,
     max_model_len: int,
     max_samples: int | None = None,
+@dataclass
+class Nemotron3_5TranscribeParams(SpeechToTextParams):
+    """A transcription request, with what vLLM's own has no field for."""
+
+    diarize: bool = False
+    """Ask for a `<spk:N>` tag before every turn."""
+
+
     extra_tokens_per_second: int = 0,
 ) -> int:
     """Samples of the longest clip that fits the context beside a short prompt.
@@ -310,15 +328,81 @@ def remove_control_tokens(text: str, tokenizer: TokenizerLike) -> str:
     """Take the tokenizer's special tokens out of user text.
 
     What is left after one removal may form a new token, as in
-    `<|im_<|im_end|>end|>`, so it goes on until nothing is found.
+def control_tokens(tokenizer: TokenizerLike) -> set[str]:
+    """Texts that the tokenizer reads as special tokens, or the template as markup."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {
+        *tokenizer.all_special_tokens,
+        # Speaker tags and others need not be in the list of special tokens.
+        *(token.content for token in added if token.special),
+        # `<think>` need not be special, but the template gives it a meaning.
+        *(AUDIO_PLACEHOLDER, "<think>", "</think>", "<|im_start|>", "<|im_end|>"),
+    }
+
+
+    `<|im_<|im_end|>end|>`: the text is built up character by character, and a token
+    goes as soon as it is complete, so the time is linear however deep they nest.
     """
-    tokens = sorted({*tokenizer.all_special_tokens, AUDIO_PLACEHOLDER}, key=len)
-    # `<think>` need not be special, but the template gives it a meaning.
-    tokens += ["<think>", "</think>", "<|im_start|>", "<|im_end|>"]
-    pattern = re.compile("|".join(map(re.escape, reversed(tokens))))
-    while (cleaned := pattern.sub("", text)) != text:
-        text = cleaned
-    return text
+    tokens = control_tokens(tokenizer)
+    last_characters = {token[-1] for token in tokens}
+    lengths = sorted({len(token) for token in tokens})
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        if character in last_characters:
+            for length in lengths:
+                if "".join(kept[-length:]) in tokens:
+                    del kept[-length:]
+                    break
+    return "".join(kept)
+
+
+def build_instruction(
+    task_type: str = "transcribe",
+    *,
+    language: str | None = None,
+    to_language: str | None = None,
+    prompt: str = "",
+    hotwords: str = "",
+    diarize: bool = False,
+) -> str:
+    """Word what the model is asked to do with a clip.
+
+    The published instructions are used where there are any. How a language is named
+    beside another instruction, and how hotwords are, is not published.
+
+    Args:
+        task_type: `"transcribe"` or `"translate"`.
+        language, to_language: of the speech and of the translation, in words.
+        prompt: the user's own instruction. It replaces the one for transcription, and
+            follows the others: without them there would be no tags, no translation.
+        hotwords: terms to expect, as the user lists them.
+        diarize: ask for a `<spk:N>` tag before every turn.
+
+    Raises:
+        VLLMValidationError: the model has no such task.
+    """
+    if task_type not in ("transcribe", "translate"):
+        raise VLLMValidationError(
+            f"Nemotron 3.5 Transcribe cannot {task_type!r}: it can 'transcribe' and "
+            "'translate'.",
+            parameter="task_type",
+        )
+    parts = []
+    if task_type == "translate":
+        speech = f"{language} speech" if language else "speech"
+        parts.append(f"Translate the {speech} into {to_language or 'English'}.")
+    if diarize:
+        parts.append(SPEAKER_INSTRUCTION)
+    if prompt:
+        parts.append(prompt)
+    if not parts:
+        parts.append(DEFAULT_INSTRUCTION.replace("as spoken", language or "as spoken"))
+    elif language and task_type != "translate":
+        parts.append(f"Language: {language}.")
+    if hotwords:
+        parts.append(f"Key terms: {hotwords}.")
+    return " ".join(parts)
 
 
 def decoder_tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -821,26 +905,25 @@ class Nemotron3_5TranscribeForConditionalGeneration(
     def _get_instruction(
         cls, stt_params: SpeechToTextParams, tokenizer: TokenizerLike
     ) -> str:
-        source = cls._language_name(stt_params.language)
-        if stt_params.task_type == "transcribe":
-            instruction = DEFAULT_INSTRUCTION
-            if source is not None:
-                instruction = instruction.replace("as spoken", source)
-        elif stt_params.task_type == "translate":
-            target = cls._language_name(stt_params.to_language or "en")
-            speech = "speech" if source is None else f"{source} speech"
-            instruction = f"Translate the {speech} into {target}."
-        else:
-            raise VLLMValidationError(
-                f"Nemotron 3.5 Transcribe cannot {stt_params.task_type!r}: it can "
-                "'transcribe' and 'translate'.",
-                parameter="task_type",
-            )
-        request = remove_control_tokens(stt_params.request_prompt, tokenizer).strip()
-        return request or instruction
+        def clean(text: str | None) -> str:
+            return remove_control_tokens(text or "", tokenizer).strip()
+
+        # Hotwords are one sentence of the instruction, whatever separates them.
+        terms = (
+            term.strip() for term in re.split("[,;\n]", clean(stt_params.hotwords))
+        )
+        return build_instruction(
+            stt_params.task_type,
+            language=cls.language_name(stt_params.language),
+            to_language=cls.language_name(stt_params.to_language),
+            prompt=clean(stt_params.request_prompt),
+            hotwords=", ".join(filter(None, terms)).rstrip("."),
+            diarize=getattr(stt_params, "diarize", False),
+        )
 
     @classmethod
-    def _language_name(cls, code: str | None) -> str | None:
+    def language_name(cls, code: str | None) -> str | None:
+        """Name a language in English, as instructions do."""
         if code is None:
             return None
         return cls.supported_languages.get(code) or cls.get_other_languages()[code]
