@@ -8,14 +8,15 @@ The checkpoint layout is:
 * `llm.*`: NemotronH decoder with packed experts, `llm.mtp.*` its multi-token
   prediction head. The quantised checkpoints name the decoder `backbone.*` and
   `lm_head.*` instead, with one tensor for each expert.
-* `ctc_timestamp.*`: word-timestamp head, not part of decoding.
+* `ctc_timestamp.*`: word timing head, not part of decoding
+  (`nemotron3_5_transcribe_timestamps.py`).
 """
 
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -82,6 +83,10 @@ from .nemotron3_5_transcribe_audio import (
     Nemotron3_5TranscribeAudioTower,
     get_num_audio_tokens,
 )
+from .nemotron3_5_transcribe_timestamps import (
+    Nemotron3_5TranscribeWordTimestamps,
+    read_head_config,
+)
 
 AUDIO_PLACEHOLDER = "<|audio|>"
 
@@ -108,11 +113,6 @@ DEFAULT_INSTRUCTION = (
     "Output: transcript only."
 )
 
-# The card lists 40 transcription languages. The first two groups are published, the
-# third is known to the checkpoint's word aligner, the fourth is the rest of a sibling
-# checkpoint's list. Norwegian Bokmål, `nb`, has no code of its own in vLLM.
-_LANGUAGES = {
-    **{"cs": "Czech", "nl": "Dutch", "en": "English", "fr": "French"},
 # From an earlier form of the released plugin; there is no newer one.
 SPEAKER_INSTRUCTION = (
     "Transcribe this audio. Include all spoken words and verbal fillers. Write "
@@ -122,6 +122,11 @@ SPEAKER_INSTRUCTION = (
     "speaker-tagged transcript."
 )
 
+# The card lists 40 transcription languages. The first two groups are published, the
+# third is known to the checkpoint's word aligner, the fourth is the rest of a sibling
+# checkpoint's list. Norwegian Bokmål, `nb`, has no code of its own in vLLM.
+_LANGUAGES = {
+    **{"cs": "Czech", "nl": "Dutch", "en": "English", "fr": "French"},
     **{"de": "German", "hi": "Hindi", "it": "Italian", "ko": "Korean"},
     **{"pl": "Polish", "pt": "Portuguese", "ru": "Russian", "sk": "Slovak"},
     **{"es": "Spanish"},
@@ -142,7 +147,6 @@ _TARGET_MAPPER = WeightsMapper(
     orig_to_new_prefix={
         "llm.mtp.": None,
         "mtp.": None,
-        "ctc_timestamp.": None,
         "perception.": "audio_tower.",
         "llm.model.norm.": "language_model.model.norm_f.",
         "llm.model.": "language_model.model.",
@@ -180,10 +184,6 @@ class Nemotron3_5TranscribeAudioInputs(TensorSchema):
     """Valid samples of each clip."""
 
 
-def get_max_audio_samples(
-    audio_config: Any,
-    max_model_len: int,
-    max_samples: int | None = None,
 @dataclass
 class Nemotron3_5TranscribeParams(SpeechToTextParams):
     """A transcription request, with what vLLM's own has no field for."""
@@ -192,6 +192,10 @@ class Nemotron3_5TranscribeParams(SpeechToTextParams):
     """Ask for a `<spk:N>` tag before every turn."""
 
 
+def get_max_audio_samples(
+    audio_config: Any,
+    max_model_len: int,
+    max_samples: int | None = None,
     extra_tokens_per_second: int = 0,
 ) -> int:
     """Samples of the longest clip that fits the context beside a short prompt.
@@ -324,10 +328,6 @@ def mask_untrained_logits(
     return logits
 
 
-def remove_control_tokens(text: str, tokenizer: TokenizerLike) -> str:
-    """Take the tokenizer's special tokens out of user text.
-
-    What is left after one removal may form a new token, as in
 def control_tokens(tokenizer: TokenizerLike) -> set[str]:
     """Texts that the tokenizer reads as special tokens, or the template as markup."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -340,6 +340,10 @@ def control_tokens(tokenizer: TokenizerLike) -> set[str]:
     }
 
 
+def remove_control_tokens(text: str, tokenizer: TokenizerLike) -> str:
+    """Take the tokenizer's special tokens out of user text.
+
+    What is left after one removal may form a new token, as in
     `<|im_<|im_end|>end|>`: the text is built up character by character, and a token
     goes as soon as it is complete, so the time is linear however deep they nest.
     """
@@ -837,7 +841,7 @@ class Nemotron3_5TranscribeForConditionalGeneration(
     is_non_gated_moe = NemotronHForCausalLM.is_non_gated_moe
     packed_modules_mapping = NemotronHForCausalLM.packed_modules_mapping
     embedding_modules = NemotronHForCausalLM.embedding_modules
-    lora_skip_prefixes = NemotronHForCausalLM.lora_skip_prefixes
+    lora_skip_prefixes = [*NemotronHForCausalLM.lora_skip_prefixes, "ctc_timestamp."]
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -966,6 +970,7 @@ class Nemotron3_5TranscribeForConditionalGeneration(
                 quant_config=vllm_config.quant_config,
                 prefix=maybe_prefix(prefix, "audio_tower"),
             )
+            self.ctc_timestamp = self._build_word_timestamps(vllm_config, prefix)
         with self._mark_language_model(vllm_config):
             self.language_model = init_vllm_registered_model(
                 vllm_config=vllm_config,
@@ -978,11 +983,33 @@ class Nemotron3_5TranscribeForConditionalGeneration(
             self.language_model.make_empty_intermediate_tensors
         )
 
+    @staticmethod
+    def _build_word_timestamps(
+        vllm_config: VllmConfig, prefix: str
+    ) -> Nemotron3_5TranscribeWordTimestamps | None:
+        """The word timing head, None without one or if the config leaves it out."""
+        model_config = vllm_config.model_config
+        config = model_config.hf_config
+        if not config.wants_ctc_head:
+            return None
+        head_config = read_head_config(
+            model_config.model, model_config.revision, config
+        )
+        if head_config is None:
+            return None
+        return Nemotron3_5TranscribeWordTimestamps(
+            head_config, prefix=maybe_prefix(prefix, "ctc_timestamp")
+        )
+
     def get_mm_mapping(self) -> MultiModelKeys:
         return MultiModelKeys.from_string_field(
             language_model="language_model",
             connector="audio_tower.proj",
-            tower_model=["audio_tower.preprocessor", "audio_tower.encoder"],
+            tower_model=[
+                "audio_tower.preprocessor",
+                "audio_tower.encoder",
+                "ctc_timestamp",
+            ],
         )
 
     def _parse_and_validate_audio_input(
@@ -1051,6 +1078,10 @@ class Nemotron3_5TranscribeForConditionalGeneration(
         shapes = decoder_tensor_shapes(_with_trained_vocabulary(self.config))
         has_tower = not isinstance(self.audio_tower, StageMissingLayer)
         has_decoder = not isinstance(self.language_model, StageMissingLayer)
+        head = self.ctc_timestamp
+        if isinstance(head, StageMissingLayer):
+            head = None
+        head_loaded: set[str] = set()
         loaded: set[str] = set()
 
         def decoder_weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -1066,6 +1097,9 @@ class Nemotron3_5TranscribeForConditionalGeneration(
                     if rest in ("model.embed_tokens.weight", "lm_head.weight"):
                         tensor = _pad_vocabulary(tensor, text_config.vocab_size)
                     yield rest, tensor
+                elif root == "ctc_timestamp":
+                    if head is not None:
+                        head_loaded.update(head.load_weights([(rest, tensor)]))
                 elif root != "audio_tower":
                     raise ValueError(f"Unknown tensor {name!r} in checkpoint.")
                 elif has_tower:
@@ -1088,6 +1122,13 @@ class Nemotron3_5TranscribeForConditionalGeneration(
                 f"perception.{name}"
                 for name, _ in self.audio_tower.named_parameters()
                 if f"audio_tower.{name}" not in loaded
+            )
+        if head is not None:
+            _raise_if_missing(head.missing_tensors(head_loaded))
+            loaded.update(
+                f"ctc_timestamp.{name}"
+                for name, _ in head.named_parameters()
+                if name in head_loaded
             )
         return loaded
 

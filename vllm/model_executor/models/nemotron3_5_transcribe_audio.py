@@ -899,6 +899,44 @@ class ParallelExpertEncoder(nn.Module):
         )
 
 
+def checkpoint_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Whole shape of every parameter, however it is sharded here."""
+    shapes = {name: param.shape for name, param in module.named_parameters()}
+    for prefix, child in module.named_modules():
+        tp_size = getattr(child, "tp_size", 1)
+        if not isinstance(child, LinearBase) or tp_size == 1:
+            continue
+        sharded = (
+            "input_dim"
+            if child.input_size != child.input_size_per_partition
+            else "output_dim"
+        )
+        for name, param in child.named_parameters(prefix=prefix):
+            if (dim := getattr(param, sharded, None)) is not None:
+                shape = list(param.shape)
+                shape[dim] *= tp_size
+                shapes[name] = torch.Size(shape)
+    return shapes
+
+
+def check_shape(
+    name: str, tensor: torch.Tensor, expected: Sequence[int] | None
+) -> None:
+    """Check a tensor of the checkpoint, `name` being its whole name there.
+
+    Raises:
+        ValueError: it is unknown (`expected` is None), or of another shape.
+    """
+    if expected is None:
+        raise ValueError(f"Unknown tensor {name!r} in checkpoint.")
+    # The scales of a quantised linear are laid out by its method.
+    if not name.endswith("_scale") and tensor.shape != expected:
+        raise ValueError(
+            f"Tensor {name!r} has shape {tuple(tensor.shape)}, "
+            f"expected {tuple(expected)}."
+        )
+
+
 class Nemotron3_5TranscribeAudioTower(nn.Module):
     """Waveforms to decoder embeddings.
 
@@ -957,31 +995,6 @@ class Nemotron3_5TranscribeAudioTower(nn.Module):
             embeddings.append(self.proj(fused.to(self.proj.weight.dtype)))
         return embeddings
 
-    def _checkpoint_shapes(self) -> dict[str, torch.Size]:
-        """Whole shape of every parameter and constant, however it is sharded here."""
-        shapes = {
-            name: tensor.shape
-            for name, tensor in (
-                *self.named_parameters(),
-                *self.preprocessor.named_buffers(prefix="preprocessor"),
-            )
-        }
-        for prefix, module in self.named_modules():
-            tp_size = getattr(module, "tp_size", 1)
-            if not isinstance(module, LinearBase) or tp_size == 1:
-                continue
-            sharded = (
-                "input_dim"
-                if module.input_size != module.input_size_per_partition
-                else "output_dim"
-            )
-            for name, param in module.named_parameters(prefix=prefix):
-                if (dim := getattr(param, sharded, None)) is not None:
-                    shape = list(param.shape)
-                    shape[dim] *= tp_size
-                    shapes[name] = torch.Size(shape)
-        return shapes
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load tensors named as in the checkpoint, without `perception.`.
 
@@ -994,19 +1007,15 @@ class Nemotron3_5TranscribeAudioTower(nn.Module):
             ValueError: a tensor is unknown or has another shape than its parameter.
         """
         params = dict(self.named_parameters())
-        shapes = self._checkpoint_shapes()
+        constants = dict(self.preprocessor.named_buffers(prefix="preprocessor"))
+        shapes = checkpoint_shapes(self) | {
+            name: constant.shape for name, constant in constants.items()
+        }
         loaded: set[str] = set()
         for name, tensor in weights:
             if name.startswith(_UNUSED_PREFIXES) or name.endswith(_EXTRA_STATE_SUFFIX):
                 continue
-            if name not in shapes:
-                raise ValueError(f"Unknown tensor 'perception.{name}' in checkpoint.")
-            # The scales of a quantised linear are laid out by its method.
-            if not name.endswith("_scale") and tensor.shape != shapes[name]:
-                raise ValueError(
-                    f"Tensor 'perception.{name}' has shape {tuple(tensor.shape)}, "
-                    f"expected {tuple(shapes[name])}."
-                )
+            check_shape(f"perception.{name}", tensor, shapes.get(name))
             if name in params:
                 param = params[name]
                 load = getattr(param, "weight_loader", default_weight_loader)

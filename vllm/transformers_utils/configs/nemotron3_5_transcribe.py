@@ -569,6 +569,8 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
             row and some spare ones.
         ctc_config: The word timing head, in the release's sizes until the weights'
             metadata tell others.
+        ctc_timestamps: Settings of the word timing head; `{"enabled": false}` leaves
+            it on disk.
         mtp_config: The draft head, None without one.
         output_vocab_size: The trained vocabulary: ids at or past it are never
             generated.
@@ -622,6 +624,7 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
         self.ctc_config = Nemotron3_5TranscribeCTCConfig.from_decoder_config(
             root.section(CTC_CONFIG_KEY).values
         )
+        self.ctc_timestamps = root.section("ctc_timestamps").values
         self.audio_token_id = root.number(
             "audio_token_id",
             self.output_vocab_size,
@@ -680,6 +683,16 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
         )
         values.setdefault("name_or_path", str(pretrained_model_name_or_path))
         return values, kwargs
+
+    @property
+    def wants_ctc_head(self) -> bool:
+        """Whether to load the word timing head, if the checkpoint has one.
+
+        Raises:
+            TypeError: `ctc_timestamps.enabled` is no boolean.
+        """
+        section = ConfigSection(self.ctc_timestamps, "ctc_timestamps")
+        return section.boolean("enabled", True)
 
     def require_repeated_mtp(self) -> Nemotron3_5TranscribeMTPConfig:
         """The draft head, if it is one block that serves every depth.

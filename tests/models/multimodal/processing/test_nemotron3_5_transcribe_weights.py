@@ -148,6 +148,36 @@ def test_text_only_serving_skips_the_tower():
         assert names and not any(name.startswith("audio_tower.") for name in names)
 
 
+def drop_head(tensors):
+    for name in [name for name in tensors if name.startswith("ctc_timestamp.")]:
+        del tensors[name]
+
+
+def test_checkpoint_without_a_word_timing_head_loads(tmp_path):
+    with loaded_model(copy_checkpoint(tmp_path / "headless", drop_head)) as model:
+        assert model.ctc_timestamp is None
+
+
+def test_word_timing_head_can_be_left_on_disk():
+    overrides = {"ctc_timestamps": {"enabled": False}}
+    with loaded_model(CHECKPOINT, hf_overrides=overrides) as model:
+        assert model.ctc_timestamp is None
+        assert not any("ctc" in name for name, _ in model.named_parameters())
+
+
+def test_word_timing_head_brings_its_sizes_and_pieces():
+    """Its sizes are in the file's metadata, not in config.json."""
+    tensors, _ = read_tensors()
+    with loaded_model(CHECKPOINT) as model:
+        head = model.ctc_timestamp
+        assert head.config.upsampling_factor == 3
+        assert head.tokenizer_proto == bytes(tensors[PIECES].tolist())
+        weight = head.decoder.decoder_layers[0].weight
+        assert torch.equal(
+            weight, tensors["ctc_timestamp.decoder.decoder_layers.0.weight"].float()
+        )
+
+
 def test_mapping_names_tower_connector_and_decoder():
     with loaded_model(CHECKPOINT) as model:
         mapping = model.get_mm_mapping()
@@ -178,6 +208,8 @@ NAMES = sorted(read_tensors()[0])
 ATTENTION = next(n for n in NAMES if n.endswith(".mixer.k_proj.weight"))
 EXPERT = next(n for n in NAMES if n.endswith("gate_and_up_projs") and "mtp" not in n)
 MAMBA = next(n for n in NAMES if n.endswith("_fp32_params.dt_bias"))
+HEAD = "ctc_timestamp.decoder.transformer.layers.0.attn.w_qkv.weight"
+PIECES = "ctc_timestamp.tokenizer.model_proto"
 TOWER = "perception.encoder.diarization_model.sortformer_modules.encoder_proj.weight"
 
 
@@ -190,6 +222,10 @@ TOWER = "perception.encoder.diarization_model.sortformer_modules.encoder_proj.we
         (drop("llm.lm_head.weight"), "llm.lm_head.weight"),
         (drop("llm.model.norm.weight"), "llm.model.norm.weight"),
         (drop(TOWER), TOWER),
+        (drop(HEAD), HEAD),
+        (drop(PIECES), PIECES),
+        (reshape(HEAD), HEAD),
+        (add("ctc_timestamp.decoder.surprise"), "ctc_timestamp.decoder.surprise"),
         (reshape(ATTENTION), ATTENTION),
         (reshape(EXPERT), EXPERT),
         (reshape(MAMBA), MAMBA),
@@ -249,7 +285,10 @@ def test_truncated_file_is_named(tmp_path):
         ("perception.proj.bias", "audio_tower.proj.bias"),
         ("llm.model.layers.0.mixer.in_proj._extra_state", None),
         ("llm.mtp.layers.0.enorm.weight", None),
-        ("ctc_timestamp.decoder.upsample.weight", None),
+        (
+            "ctc_timestamp.decoder.upsample.weight",
+            "ctc_timestamp.decoder.upsample.weight",
+        ),
     ],
 )
 def test_target_names(name, mapped):
