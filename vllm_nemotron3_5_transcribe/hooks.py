@@ -81,6 +81,39 @@ def route_mtp() -> None:
     mtp_routing.install()
 
 
+def refuse_placeholders_without_audio() -> None:
+    """Answer a prompt with ``<|audio|>`` but no clip with an error.
+
+    Why: vLLM calls a model's processor for prompts with clips only, so nobody counts
+        the placeholders of the others, and the decoder would read a padding row.
+    How: the check that every prompt passes in the front end is wrapped; models of
+        other types reach it unchanged.
+    Upstream edit: let a model check prompts without multimodal data.
+    Goes when: vLLM does.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    check_input = InputProcessor._validate_model_input
+    if getattr(check_input, "refuses_placeholders", False):
+        return
+
+    def _validate_model_input(self, prompt_input, *args, **kwargs) -> None:
+        config = self.model_config.hf_config
+        if config.model_type == MODEL_TYPE and prompt_input["type"] == "token":
+            count = prompt_input["prompt_token_ids"].count(config.audio_token_id)
+            if count:
+                raise VLLMValidationError(
+                    f"The prompt has {count} <|audio|> placeholders, but no audio "
+                    "clip came with it.",
+                    parameter="prompt",
+                )
+        check_input(self, prompt_input, *args, **kwargs)
+
+    _validate_model_input.refuses_placeholders = True
+    InputProcessor._validate_model_input = _validate_model_input
+
+
 def admit_non_gated_experts_on_cpu() -> None:
     """Let NemotronH's relu-squared experts run on a CPU.
 
@@ -265,6 +298,7 @@ ALL_HOOKS = (
     register_config,
     register_config_defaults,
     route_mtp,
+    refuse_placeholders_without_audio,
     admit_non_gated_experts_on_cpu,
     complete_mamba_on_cpu,
 )

@@ -288,3 +288,21 @@ def test_several_clips_need_several_placeholders(server, clip):
     )
     assert 400 <= response.status_code < 500, response.text
     assert "placeholder" in response.text
+
+
+@pytest.mark.parametrize(
+    "route,field",
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "<|audio|>"}]}),
+        ("completions", {"prompt": "hear <|audio|> and <|audio|>"}),
+    ],
+)
+def test_placeholder_without_clip_is_refused(client, server, clip, text, route, field):
+    response = requests.post(
+        f"{server.url}/v1/{route}",
+        json={"model": MODEL, "max_tokens": 4, **field},
+        timeout=300,
+    )
+    assert response.status_code == 400, response.text
+    assert "<|audio|>" in response.json()["error"]["message"]
+    assert transcribe(client, clip) == text
