@@ -21,6 +21,11 @@ from vllm.utils.mem_constants import GiB_bytes
 # A child of vLLM's logger, for its handlers.
 logger = init_logger("vllm.nemotron3_5_transcribe")
 
+# What the front end calls for word times.
+_WORKER_EXTENSION = (
+    "vllm_nemotron3_5_transcribe.worker_extension.AlignmentWorkerExtension"
+)
+
 # Size of the KV cache on a CPU, if the user names none.
 _FULL_LENGTH_REQUESTS = 8
 _SMALLEST_CACHE_BYTES = GiB_bytes // 2
@@ -35,6 +40,7 @@ class TranscribeConfigDefaults(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Keep the Mamba state in float32 unless the user chose otherwise.
 
+        The workers get the method that times words, unless the user extends them.
         On a CPU, also keep vLLM's defaults from taking all of the memory, and from
         stopping the server where nothing can be compiled.
         """
@@ -42,6 +48,9 @@ class TranscribeConfigDefaults(VerifyAndUpdateConfig):
             cache_config=vllm_config.cache_config,
             hf_config=vllm_config.model_config.hf_text_config,
         )
+        parallel_config = vllm_config.parallel_config
+        if not parallel_config.worker_extension_cls:
+            parallel_config.worker_extension_cls = _WORKER_EXTENSION
         if current_platform.is_cpu():
             _run_eagerly_without_compiler(vllm_config.model_config)
             _limit_kv_cache(vllm_config)

@@ -14,7 +14,7 @@ part of decoding: `encode_window` runs the encoders and the head once more, one 
 of a recording at a time, for a transcript that is already known.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ def encode_window(
     statistics: tuple[torch.Tensor, torch.Tensor],
     num_mel_frames: int,
     index: int,
-    classes: Sequence[int],
+    classes: torch.Tensor,
     state: WindowState | None,
 ) -> WindowOutput:
     """Run the encoders on one chunk of a recording, and the head on the one before.
@@ -290,7 +290,7 @@ def encode_window(
         statistics: mean and deviation over the whole recording, (mels,) each.
         num_mel_frames: of the whole recording.
         index: which chunk of `plan_recording`.
-        classes: classes of the head to return.
+        classes: (n,) classes of the head to return.
         state: what the chunk before left; None for the first.
     """
     config, encoder = tower.config, tower.encoder
@@ -320,7 +320,6 @@ def encode_window(
         asr_states = torch.cat([state.asr_states, asr_states])
     first_frame = chunk.end - len(asr_states)
     ready = plan[max(index - 1, 0) : index] + ([chunk] if is_last else [])
-    class_numbers = torch.tensor(classes, device=features.device)
     upsampling = head.config.upsampling_factor
     log_probs = [features.new_empty(0, len(classes))]
     for done in ready:
@@ -333,7 +332,7 @@ def encode_window(
         centre = hidden[
             offset * upsampling : (offset + done.end - done.start) * upsampling
         ]
-        log_probs.append(head.decoder.log_probabilities(centre, class_numbers))
+        log_probs.append(head.decoder.log_probabilities(centre, classes))
     return WindowOutput(
         speaker_logits,
         torch.cat(log_probs),
