@@ -114,6 +114,53 @@ def refuse_placeholders_without_audio() -> None:
     InputProcessor._validate_model_input = _validate_model_input
 
 
+def attach_speech_routes() -> None:
+    """Load our endpoint plugin also where ``VLLM_PLUGINS`` is not set.
+
+    Why: vLLM loads endpoint plugins only if that variable names them, and the model's
+        own routes should not need it.
+    How: vLLM's loader is replaced by a function that asks it, then adds ours. The
+        plugin itself does nothing for other models.
+    Upstream edit: the routes of ``speech_to_text/*/api_router.py`` do what ours do.
+    Goes when: they do.
+    """
+    from vllm import plugins
+    from vllm_nemotron3_5_transcribe.speech_api import plugin
+
+    load = plugins.load_endpoint_plugins
+    if getattr(load, "attaches_speech_routes", False):
+        return
+
+    def load_endpoint_plugins(supported_tasks=None):
+        return plugin.load_endpoint_plugins(load, supported_tasks)
+
+    load_endpoint_plugins.attaches_speech_routes = True
+    plugins.load_endpoint_plugins = load_endpoint_plugins
+
+
+def serve_speech() -> None:
+    """Serve our model's audio routes by our subclasses of vLLM's servings.
+
+    Why: vLLM has one serving class for all models, and its batch runner, which has no
+        endpoint plugins, makes it by the same function as the server.
+    How: that function is wrapped; other models pass through.
+    Upstream edit: in ``speech_to_text/factories.py``, a serving class by model.
+    Goes when: vLLM's servings write times, speakers and subtitles.
+    """
+    from vllm.entrypoints.speech_to_text import factories
+    from vllm_nemotron3_5_transcribe.speech_api import plugin
+
+    init = factories.init_speech_to_text_state
+    if getattr(init, "serves_speech", False):
+        return
+
+    def init_speech_to_text_state(*args, **kwargs) -> None:
+        plugin.init_speech_state(init, *args, **kwargs)
+
+    init_speech_to_text_state.serves_speech = True
+    factories.init_speech_to_text_state = init_speech_to_text_state
+
+
 def admit_non_gated_experts_on_cpu() -> None:
     """Let NemotronH's relu-squared experts run on a CPU.
 
@@ -299,6 +346,8 @@ ALL_HOOKS = (
     register_config_defaults,
     route_mtp,
     refuse_placeholders_without_audio,
+    attach_speech_routes,
+    serve_speech,
     admit_non_gated_experts_on_cpu,
     complete_mamba_on_cpu,
 )
