@@ -11,7 +11,7 @@
   and the state update do not know of that: they go on from the wrong state.
 
 The functions here do it on the CPU, and exactly. Each is a copy, or calls vLLM's own
-kernel in pieces: a scan by chunks, a step with drafts token by token, in the very
+kernel: a scan by chunks, a step with drafts from the right state, in the very
 arithmetic of a decode without drafts.
 """
 
@@ -91,23 +91,33 @@ def scan_with_chunk_states(
     return torch.cat(states).to(x.dtype if state_dtype is None else state_dtype)
 
 
-def _draft_steps(
+def _equal_lengths(
     query_start_loc: torch.Tensor, active: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Go through a step with drafts token by token.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | slice, int]]:
+    """Group the sequences of a step by their number of tokens: nearly always one group.
 
     Args:
         query_start_loc: Where the sequences start, ``(sequences + 1,)``.
         active: Whether a sequence is one, ``(sequences,)``.
 
     Yields:
-        The position in the sequences, those long enough, and their tokens there.
+        Sequences of equal length, their tokens one sequence after the other, and the
+        length.
     """
-    starts = query_start_loc[:-1].long()
-    lengths = (query_start_loc.diff().long() * active).clamp(min=0)
-    for step in range(int(lengths.max()) if lengths.numel() else 0):
-        sequences = (lengths > step).nonzero().squeeze(1)
-        yield step, sequences, starts[sequences] + step
+    starts = query_start_loc.tolist()
+    groups: dict[int, list[int]] = {}
+    for sequence, is_active in enumerate(active.tolist()):
+        length = starts[sequence + 1] - starts[sequence]
+        if is_active and length > 0:
+            groups.setdefault(length, []).append(sequence)
+    for length, members in groups.items():
+        sequences = torch.tensor(members)
+        if len(members) == len(starts) - 1:
+            # A slice makes views of what an index would copy.
+            yield sequences, slice(starts[0], starts[-1]), length
+        else:
+            first = torch.tensor([starts[sequence] for sequence in members])
+            yield sequences, (first[:, None] + torch.arange(length)).flatten(), length
 
 
 def convolve_with_drafts(
@@ -129,7 +139,7 @@ def convolve_with_drafts(
     its tokens. As many as were accepted have become history.
 
     Args:
-        convolve: vLLM's CPU update, for one token a sequence.
+        convolve: vLLM's CPU update, for sequences of equal length.
         x: ``(tokens, channels)``.
         conv_state: Paged windows, ``(blocks, channels, width - 1 + drafts)``.
         weight: ``(channels, width)``.
@@ -144,29 +154,31 @@ def convolve_with_drafts(
         Shaped like ``x``.
     """
     blocks = conv_state_indices.reshape(conv_state_indices.shape[0], -1)[:, 0].long()
-    active = blocks != null_block_id
     history = weight.shape[1] - 1
     positions = num_accepted_tokens.long()[:, None] - 1 + torch.arange(history)
-    positions = positions.clamp(min=0, max=conv_state.shape[-1] - 1)
-    old = conv_state[blocks].gather(
-        2, positions[:, None, :].expand(-1, conv_state.shape[1], -1)
-    )
-    window = old.clone()
+    positions = positions.clamp_(min=0, max=conv_state.shape[-1] - 1)
     out = torch.empty_like(x)
-    for step, sequences, tokens in _draft_steps(query_start_loc, active):
-        out[tokens] = convolve(
-            x[tokens],
-            window,
+    for sequences, tokens, length in _equal_lengths(
+        query_start_loc, blocks != null_block_id
+    ):
+        rows = blocks[sequences, None]
+        # (sequences, time, channels): an index at each end puts channels last.
+        old = conv_state[rows, :, positions[sequences]].transpose(1, 2)
+        new = x[tokens].view(len(sequences), length, -1).transpose(1, 2)
+        done = convolve(
+            new,
+            # The kernel moves its windows on.
+            old.clone(memory_format=torch.contiguous_format),
             weight,
             bias,
             activation,
-            conv_state_indices=sequences.to(torch.int32),
+            conv_state_indices=torch.arange(len(sequences), dtype=torch.int32),
             null_block_id=-1,
         )
-        target = blocks[sequences]
-        conv_state[target, :, history - 1 + step] = x[tokens].to(conv_state.dtype)
-    kept = active.nonzero().squeeze(1)
-    conv_state[blocks[kept], :, : history - 1] = old[kept, :, 1:]
+        out[tokens] = done.transpose(1, 2).reshape(-1, x.shape[1])
+        conv_state[blocks[sequences], :, : history - 1 + length] = torch.cat(
+            [old[:, :, 1:], new.to(old.dtype)], 2
+        )
     return out
 
 
@@ -192,8 +204,12 @@ def update_state_with_drafts(
 ) -> None:
     """State update of a decode step that ends in draft tokens.
 
+    vLLM's kernel goes on in the block that it starts from, whatever was accepted,
+    and copies the state after each token from there. So the start is put where the
+    state after the last token belongs, and nothing needs to be kept aside.
+
     Args:
-        update: vLLM's CPU update, for one token a sequence.
+        update: vLLM's CPU update, for sequences of equal length.
         state: Paged states, ``(blocks, heads, head_dim, state)``.
         x: ``(tokens, heads, head_dim)``.
         dt: Shaped like ``x``.
@@ -212,17 +228,17 @@ def update_state_with_drafts(
         z: Gate, shaped like ``x``, if any.
         options: Handed on.
     """
-    last = (num_accepted_tokens.long() - 1).clamp(min=0)
-    source = state_batch_indices.gather(1, last[:, None]).squeeze(1)
+    last = (num_accepted_tokens.long() - 1).clamp_(min=0)
+    source = state_batch_indices.gather(1, last[:, None]).squeeze(1).long()
     active = dst_state_batch_indices[:, 0] != null_block_id
-    # A copy: the kernel writes the block that it reads, too, and the state after
-    # every token must stay.
-    running = state[source.long()]
-    for step, sequences, tokens in _draft_steps(cu_seqlens, active):
-        rows = sequences.to(torch.int32)[:, None]
-        part = torch.empty_like(x[tokens])
+    for sequences, tokens, length in _equal_lengths(cu_seqlens, active):
+        kept = dst_state_batch_indices[sequences, :length].int()
+        start = kept[:, -1:].contiguous()
+        state[start.squeeze(1).long()] = state[source[sequences]]
+        count = len(sequences)
+        part = out[tokens]
         update(
-            running,
+            state,
             x[tokens],
             dt[tokens],
             A,
@@ -232,13 +248,16 @@ def update_state_with_drafts(
             dt_bias,
             z=None if z is None else z[tokens],
             out=part,
-            state_batch_indices=rows,
-            dst_state_batch_indices=rows,
+            state_batch_indices=start,
+            dst_state_batch_indices=kept,
             null_block_id=-1,
+            # It goes on from `start`, the only column.
+            num_accepted_tokens=torch.ones(count, dtype=torch.int32),
+            cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32),
             **options,
         )
-        out[tokens] = part
-        state[dst_state_batch_indices[sequences, step].long()] = running[sequences]
+        if not isinstance(tokens, slice):
+            out[tokens] = part
 
 
 def store_prefill_checkpoint(
