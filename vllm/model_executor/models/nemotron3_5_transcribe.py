@@ -29,9 +29,11 @@ from transformers import BatchFeature
 from vllm.config import ModelConfig, SpeechToTextConfig, VllmConfig
 from vllm.config.multimodal import MultiModalDummyOptions
 from vllm.config.speech_to_text import SpeechToTextParams
+from vllm.distributed import get_pp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import ModalityData, MultiModalDataDict, PromptType, TextPrompt
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import (
     HasInnerState,
     IsHybrid,
@@ -158,8 +160,14 @@ _TARGET_MAPPER = WeightsMapper(
 )
 _DRAFT_MAPPER = WeightsMapper(
     orig_to_new_suffix={"._extra_state": None},
-    orig_to_new_prefix={"llm.mtp.": "mtp."},
+    orig_to_new_prefix={
+        "llm.mtp.": "mtp.",
+        "llm.model.embed_tokens.": "model.embed_tokens.",
+        "backbone.embeddings.": "model.embed_tokens.",
+    },
 )
+_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING_NAMES = ("llm.model.embed_tokens.", "backbone.embeddings.", _EMBEDDING)
 
 # Packed experts, (expert, in, out), and the linear of an expert that each one holds.
 _PACKED_EXPERTS = {"gate_and_up_projs": "up_proj", "down_projs": "down_proj"}
@@ -1154,11 +1162,11 @@ def _keep_mamba_params_float32(model: nn.Module) -> None:
 class Nemotron3_5TranscribeMTP(NemotronHMTP, SupportsMultiModalEmbeddings):
     """Draft model: the checkpoint's repeated multi-token prediction head.
 
-    It drafts from the target's audio embeddings, and has no embedding and no head of
-    its own: the proposer shares the target's.
+    It drafts from the target's audio embeddings, and has no output head and no token
+    embedding of its own: the proposer shares the target's. Only with pipeline
+    parallelism, where the target's embedding is on another rank, it loads one.
     """
 
-    has_own_embed_tokens = False
     has_own_lm_head = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -1170,6 +1178,16 @@ class Nemotron3_5TranscribeMTP(NemotronHMTP, SupportsMultiModalEmbeddings):
         self.draft_hf_config.text_config.dtype = draft_config.dtype
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.model_name = draft_config.model
+        # What the proposer is going to share takes no memory until then, and is not
+        # packed for the CPU's kernels.
+        del self.lm_head
+        self.has_own_embed_tokens = get_pp_group().world_size > 1
+        width = self.config.hidden_size
+        self.model.embed_tokens = (
+            VocabParallelEmbedding(self.config.vocab_size, width)
+            if self.has_own_embed_tokens
+            else nn.Embedding(0, width)
+        )
 
     def embed_input_ids(
         self,
@@ -1192,32 +1210,37 @@ class Nemotron3_5TranscribeMTP(NemotronHMTP, SupportsMultiModalEmbeddings):
         )
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
-        """Keep only the head's tensors; vLLM then skips the other shards."""
+        """Keep only the tensors of the drafter; vLLM then skips the other shards."""
+        if self.has_own_embed_tokens and name.startswith(_EMBEDDING_NAMES):
+            return False
         return not name.startswith(("llm.mtp.", "mtp."))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load `llm.mtp.*`.
+        """Load `llm.mtp.*`, and the embedding where the target's is on another rank.
 
         Raises:
             ValueError: a tensor of the head is unknown, missing or of the wrong
                 shape; the message names it.
         """
-        head = (
+        shapes = mtp_tensor_shapes(self.config)
+        if self.has_own_embed_tokens:
+            shapes[_EMBEDDING] = (
+                self.draft_hf_config.output_vocab_size,
+                self.config.hidden_size,
+            )
+        used = (
             (name, tensor)
             for name, tensor in readable_weights(weights, self.model_name)
             if not self.is_unused_checkpoint_weight(name)
         )
-        loaded = super().load_weights(
-            checked_weights(
-                head,
-                _DRAFT_MAPPER,
-                "",
-                mtp_tensor_shapes(self.config),
-                quantized=self.quant_config is not None,
-            )
+        checked = checked_weights(
+            used, _DRAFT_MAPPER, "", shapes, quantized=self.quant_config is not None
         )
-        # The proposer puts the target's modules in their place.
-        shared = ("model.embed_tokens.", "lm_head.")
-        return loaded | {
-            name for name, _ in self.named_parameters() if name.startswith(shared)
-        }
+        padded = (
+            (name, _pad_vocabulary(tensor, self.config.vocab_size))
+            if name == _EMBEDDING
+            else (name, tensor)
+            for name, tensor in checked
+        )
+        # An embedding that was not read is the proposer's to share.
+        return super().load_weights(padded) | {_EMBEDDING}

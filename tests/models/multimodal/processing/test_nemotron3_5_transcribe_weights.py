@@ -2,16 +2,19 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Loading checkpoints of every layout, and refusing damaged ones by name."""
 
-import json
-import shutil
-from collections.abc import Callable
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from tests.engine import CHECKPOINTS
+from tests.models.multimodal.edited_checkpoints import (
+    CHECKPOINT,
+    add,
+    copy_checkpoint,
+    drop,
+    read_tensors,
+    reshape,
+    split_into_shards,
+    to_hugging_face_layout,
+)
 from tests.models.multimodal.loading import loaded_model
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.nemotron3_5_transcribe import (
@@ -24,41 +27,6 @@ from vllm.model_executor.models.nemotron3_5_transcribe import (
 from vllm.transformers_utils.configs.nemotron3_5_transcribe import (
     Nemotron3_5TranscribeConfig,
 )
-
-CHECKPOINT = CHECKPOINTS["odd"]
-EXPERTS = {"gate_and_up_projs": "up_proj", "down_projs": "down_proj"}
-
-
-def read_tensors() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    with safe_open(CHECKPOINT / "model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, file.metadata()
-
-
-def copy_checkpoint(folder, edit: Callable[[dict], None] = lambda tensors: None):
-    """Copy the checkpoint, its tensors changed by `edit`."""
-    shutil.copytree(CHECKPOINT, folder, dirs_exist_ok=True)
-    tensors, metadata = read_tensors()
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata)
-    return folder
-
-
-def to_hugging_face_layout(tensors: dict[str, torch.Tensor]) -> None:
-    """Rename the decoder as the FP8 and NVFP4 releases do, experts unpacked."""
-    for name in [name for name in tensors if name.startswith("llm.")]:
-        tensor = tensors.pop(name)
-        new = name.replace("._fp32_params.", ".")
-        if not new.startswith("llm.mtp."):
-            new = new.removeprefix("llm.").replace("model.", "backbone.", 1)
-            new = new.replace("backbone.embed_tokens", "backbone.embeddings")
-            new = new.replace("backbone.norm.", "backbone.norm_f.")
-        parent, _, leaf = new.rpartition(".")
-        if leaf not in EXPERTS:
-            tensors[new] = tensor
-            continue
-        for expert, weight in enumerate(tensor):
-            tensors[f"{parent}.{expert}.{EXPERTS[leaf]}.weight"] = weight.T.contiguous()
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +74,6 @@ def test_shards_in_any_order_load_the_same_values(state, tmp_path):
     with loaded_model(folder) as model:
         for name, param in model.named_parameters():
             assert torch.equal(param, state[name]), name
-
-
-def split_into_shards(folder) -> None:
-    tensors, metadata = read_tensors()
-    names = sorted(tensors, key=lambda name: name[::-1])
-    weight_map = {}
-    for shard in range(3):
-        file = f"model-{shard + 1:05}-of-00003.safetensors"
-        part = {name: tensors[name] for name in names[shard::3]}
-        save_file(part, folder / file, metadata)
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
 
 
 def test_bfloat16_keeps_the_float32_set():
@@ -184,24 +137,6 @@ def test_mapping_names_tower_connector_and_decoder():
         parts = (*mapping.language_model, *mapping.connector, *mapping.tower_model)
         for name, _ in model.named_parameters():
             assert sum(name.startswith(part) for part in parts) == 1, name
-
-
-def drop(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def reshape(name):
-    def edit(tensors):
-        tensors[name] = tensors[name][:-1].contiguous()
-
-    return edit
-
-
-def add(name):
-    def edit(tensors):
-        tensors[name] = torch.zeros(2, dtype=torch.bfloat16)
-
-    return edit
 
 
 NAMES = sorted(read_tensors()[0])
