@@ -31,7 +31,9 @@ from vllm.model_executor.models.nemotron3_5_transcribe_timestamps import (
 
 def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """Turn a tensor into plain data."""
-    tensor = tensor.detach().cpu().contiguous()
+    # Cloned: a tensor of one element counts as contiguous whatever its stride, and
+    # cannot be viewed as bytes with another stride than one.
+    tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),

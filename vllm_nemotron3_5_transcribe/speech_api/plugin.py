@@ -70,12 +70,18 @@ def load_endpoint_plugins(
     import vllm.envs as envs
     from vllm.plugins import ENDPOINT_PLUGINS_GROUP
 
-    if envs.VLLM_PLUGINS is not None:
-        return load(supported_tasks)
-    names = {found.name for found in entry_points(group=ENDPOINT_PLUGINS_GROUP)}
-    others = load(supported_tasks) if names - {NAME} else []
-    wanted = set(SpeechEndpointPlugin.required_tasks) & set(supported_tasks or ())
-    return [*others, SpeechEndpointPlugin()] if wanted else others
+    allowed = envs.VLLM_PLUGINS
+    found = {entry.name for entry in entry_points(group=ENDPOINT_PLUGINS_GROUP)}
+    # Without anything else to warn about, vLLM need not look.
+    loaded = load(supported_tasks) if allowed is not None or found - {NAME} else []
+    if (
+        (allowed is None or NAME in allowed)
+        and set(SpeechEndpointPlugin.required_tasks) & set(supported_tasks or ())
+        # Found by vLLM where its metadata are up to date.
+        and not any(isinstance(plugin, SpeechEndpointPlugin) for plugin in loaded)
+    ):
+        loaded = [*loaded, SpeechEndpointPlugin()]
+    return loaded
 
 
 def init_speech_state(

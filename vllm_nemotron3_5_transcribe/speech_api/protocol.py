@@ -34,6 +34,11 @@ def _require_file(data: Any) -> Any:
 class TranscriptionForm(TranscriptionRequest):
     """vLLM's transcription request, and `diarize`."""
 
+    # In one piece: vLLM's is a union, and an unknown format breaks each part of it.
+    response_format: Literal[
+        "json", "text", "srt", "verbose_json", "vtt", "diarized_json"
+    ] = Field(default="json")
+
     diarize: bool = Field(default=False)
     """Tell speakers apart: labels in every `response_format`. `diarized_json` asks
     for it by itself."""

@@ -413,7 +413,7 @@ class _SpeechServing:
                 piece.reader.text for piece in pieces if piece.reader.text
             ),
             turns=pieces[0].reader.turns if options.diarize else [],
-            duration=decoding.duration,
+            duration=round(decoding.duration, 3),
             usage=usage,
             finish_reason=next((r for r in reasons if r != "stop"), "stop"),
         )
