@@ -238,6 +238,26 @@ def complete_mamba_on_cpu() -> None:
     )
 
 
+def repair_sampling_with_drafts_on_cpu() -> None:
+    """Make temperature, top-k and top-p work together with drafts on a CPU.
+
+    Why: vLLM's CPU stand-in for one of its Triton kernels writes into a copy, so that
+        those settings are whatever the memory held; top-k then ends the engine.
+    How: the stand-in is replaced before vLLM registers it in the worker.
+    Upstream edit: copy the result back in ``utils/cpu_triton_utils.py``.
+    Goes when: vLLM does.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    from vllm.utils import cpu_triton_utils
+    from vllm_nemotron3_5_transcribe.cpu_sampling import expand_to_tokens
+
+    cpu_triton_utils._expand_kernel_impl = expand_to_tokens
+
+
 def _register_mamba_kernels() -> None:
     from vllm.triton_utils import HAS_TRITON, dispatcher
     from vllm_nemotron3_5_transcribe import cpu_mamba
@@ -350,4 +370,5 @@ ALL_HOOKS = (
     serve_speech,
     admit_non_gated_experts_on_cpu,
     complete_mamba_on_cpu,
+    repair_sampling_with_drafts_on_cpu,
 )
