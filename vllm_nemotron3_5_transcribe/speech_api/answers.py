@@ -233,7 +233,7 @@ def _verbose(
                 temperature=temperature,
                 text=segment.text,
                 tokens=[token for token, _ in spoken],
-                avg_logprob=sum(logprob for _, logprob in spoken) / max(len(spoken), 1),
+                avg_logprob=_mean([logprob for _, logprob in spoken]),
                 compression_ratio=_compression_ratio(segment.text),
                 no_speech_prob=_silent_share(segment, transcript.diarization),
                 **speaker(segment.speaker),
@@ -303,7 +303,11 @@ def _silent_share(segment: Segment, diarization: Sequence[DiarizationSegment]) -
 def _compression_ratio(text: str) -> float:
     """How much shorter zlib makes a text: repetitive ones a lot."""
     data = text.encode()
-    return len(data) / len(zlib.compress(data))
+    return round(len(data) / len(zlib.compress(data)), 4)
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / max(len(values), 1), 4)
 
 
 def _milliseconds(seconds: float) -> float:

@@ -39,6 +39,11 @@ class TranscriptionForm(TranscriptionRequest):
         "json", "text", "srt", "verbose_json", "vtt", "diarized_json"
     ] = Field(default="json")
 
+    # Checked with the other fields; vLLM's type names its entries by number.
+    timestamp_granularities: list[str] = Field(
+        alias="timestamp_granularities[]", default=[]
+    )
+
     diarize: bool = Field(default=False)
     """Tell speakers apart: labels in every `response_format`. `diarized_json` asks
     for it by itself."""

@@ -2,19 +2,45 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The two audio routes, with vLLM's decorators and bodies of the asked format."""
 
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import VLLMValidationError
 
 from .limits import read_upload
 from .protocol import TranscriptionForm, TranslationForm
 
-router = APIRouter()
+
+class _SpeechRoute(APIRoute):
+    """A route whose broken forms are answered in OpenAI's shape, too."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_or_explain(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException as error:
+                # Starlette's own, for a form that it cannot read; vLLM has no
+                # handler for it.
+                if error.status_code != HTTPStatus.BAD_REQUEST:
+                    raise
+                raise VLLMValidationError(
+                    f"The form cannot be read: {error.detail}"
+                ) from error
+
+        return handle_or_explain
+
+
+router = APIRouter(route_class=_SpeechRoute)
 
 _MEDIA_TYPES = {
     "text": "text/plain; charset=utf-8",

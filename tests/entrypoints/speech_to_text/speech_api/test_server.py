@@ -421,7 +421,13 @@ def test_requests_of_all_kinds_side_by_side(client):
     def ask(number):
         path = (WORDS, SPEAKERS)[number % 2]
         answer = transcribe(client, path, response_format=FORMATS[number % 6])
-        return answer if isinstance(answer, str) else answer.to_dict()
+        if isinstance(answer, str):
+            return answer
+        if isinstance(answer, TranscriptionVerbose):
+            for segment in answer.segments:
+                # The one number that other requests have a part in.
+                segment.avg_logprob = pytest.approx(segment.avg_logprob, abs=1e-3)
+        return answer.model_dump()
 
     alone = [ask(number) for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
