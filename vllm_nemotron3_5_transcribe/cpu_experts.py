@@ -76,20 +76,19 @@ def run_non_gated_experts(
     # One zero row at the end stands for every unused slot.
     expert_out = hidden_states.new_empty(num_used + 1, hidden)
     expert_out[num_used].zero_()
-    act = MoEActivation.from_str(activation)
-    start = 0
-    for expert, count in enumerate(counts[:num_experts]):
-        if count == 0:
-            continue
-        end = start + count
-        inner = torch.mm(rows[start:end], up_weight[expert].t())
+    used = [expert for expert, count in enumerate(counts[:num_experts]) if count]
+    sizes = [counts[expert] for expert in used]
+    inner = hidden_states.new_empty(num_used, up_weight.shape[1])
+    for expert, x, out in zip(used, rows.split(sizes), inner.split(sizes)):
+        torch.mm(x, up_weight[expert].t(), out=out)
         if up_bias is not None:
-            inner += up_bias[expert]
-        apply_moe_activation(act, inner, inner)
-        torch.mm(inner, down_weight[expert].t(), out=expert_out[start:end])
+            out += up_bias[expert]
+    # Once for all: a step with drafts spreads a few rows over many experts.
+    apply_moe_activation(MoEActivation.from_str(activation), inner, inner)
+    for expert, x, out in zip(used, inner.split(sizes), expert_out.split([*sizes, 1])):
+        torch.mm(x, down_weight[expert].t(), out=out)
         if down_bias is not None:
-            expert_out[start:end] += down_bias[expert]
-        start = end
+            out += down_bias[expert]
 
     # Where each (token, slot) pair went in the sorted order.
     position = torch.empty_like(order)

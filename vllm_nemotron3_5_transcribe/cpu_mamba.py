@@ -92,13 +92,14 @@ def scan_with_chunk_states(
 
 
 def _equal_lengths(
-    query_start_loc: torch.Tensor, active: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | slice, int]]:
+    query_start_loc: torch.Tensor, blocks: list[int], null_block_id: int
+) -> Iterator[tuple[list[int], torch.Tensor | slice, int]]:
     """Group the sequences of a step by their number of tokens: nearly always one group.
 
     Args:
         query_start_loc: Where the sequences start, ``(sequences + 1,)``.
-        active: Whether a sequence is one, ``(sequences,)``.
+        blocks: Blocks of the sequences.
+        null_block_id: Block of a sequence that is none.
 
     Yields:
         Sequences of equal length, their tokens one sequence after the other, and the
@@ -106,17 +107,15 @@ def _equal_lengths(
     """
     starts = query_start_loc.tolist()
     groups: dict[int, list[int]] = {}
-    for sequence, is_active in enumerate(active.tolist()):
-        length = starts[sequence + 1] - starts[sequence]
-        if is_active and length > 0:
-            groups.setdefault(length, []).append(sequence)
-    for length, members in groups.items():
-        sequences = torch.tensor(members)
-        if len(members) == len(starts) - 1:
+    for sequence, (start, end) in enumerate(pairwise(starts)):
+        if blocks[sequence] != null_block_id and end > start:
+            groups.setdefault(end - start, []).append(sequence)
+    for length, sequences in groups.items():
+        if len(sequences) == len(starts) - 1:
             # A slice makes views of what an index would copy.
             yield sequences, slice(starts[0], starts[-1]), length
         else:
-            first = torch.tensor([starts[sequence] for sequence in members])
+            first = torch.tensor([starts[sequence] for sequence in sequences])
             yield sequences, (first[:, None] + torch.arange(length)).flatten(), length
 
 
@@ -153,22 +152,25 @@ def convolve_with_drafts(
     Returns:
         Shaped like ``x``.
     """
-    blocks = conv_state_indices.reshape(conv_state_indices.shape[0], -1)[:, 0].long()
+    # Plain numbers: the sequences are few, and indices in tensors cost more.
+    blocks = conv_state_indices.reshape(len(conv_state_indices), -1)[:, 0].tolist()
+    accepted = num_accepted_tokens.tolist()
     history = weight.shape[1] - 1
-    positions = num_accepted_tokens.long()[:, None] - 1 + torch.arange(history)
-    positions = positions.clamp_(min=0, max=conv_state.shape[-1] - 1)
     out = torch.empty_like(x)
     for sequences, tokens, length in _equal_lengths(
-        query_start_loc, blocks != null_block_id
+        query_start_loc, blocks, null_block_id
     ):
-        rows = blocks[sequences, None]
-        # (sequences, time, channels): an index at each end puts channels last.
-        old = conv_state[rows, :, positions[sequences]].transpose(1, 2)
+        windows = []
+        for sequence in sequences:
+            start = max(accepted[sequence] - 1, 0)
+            windows.append(conv_state[blocks[sequence], :, start : start + history])
+        old = torch.stack(windows)
         new = x[tokens].view(len(sequences), length, -1).transpose(1, 2)
+        kept = torch.cat([old[:, :, 1:], new.to(old.dtype)], 2)
+        # From here on `old` is the kernel's, which moves its windows on.
         done = convolve(
             new,
-            # The kernel moves its windows on.
-            old.clone(memory_format=torch.contiguous_format),
+            old,
             weight,
             bias,
             activation,
@@ -176,9 +178,8 @@ def convolve_with_drafts(
             null_block_id=-1,
         )
         out[tokens] = done.transpose(1, 2).reshape(-1, x.shape[1])
-        conv_state[blocks[sequences], :, : history - 1 + length] = torch.cat(
-            [old[:, :, 1:], new.to(old.dtype)], 2
-        )
+        for sequence, inputs in zip(sequences, kept):
+            conv_state[blocks[sequence], :, : kept.shape[2]] = inputs
     return out
 
 
@@ -228,13 +229,17 @@ def update_state_with_drafts(
         z: Gate, shaped like ``x``, if any.
         options: Handed on.
     """
-    last = (num_accepted_tokens.long() - 1).clamp_(min=0)
-    source = state_batch_indices.gather(1, last[:, None]).squeeze(1).long()
-    active = dst_state_batch_indices[:, 0] != null_block_id
-    for sequences, tokens, length in _equal_lengths(cu_seqlens, active):
-        kept = dst_state_batch_indices[sequences, :length].int()
-        start = kept[:, -1:].contiguous()
-        state[start.squeeze(1).long()] = state[source[sequences]]
+    sources = state_batch_indices.tolist()
+    targets = dst_state_batch_indices.tolist()
+    accepted = num_accepted_tokens.tolist()
+    for sequences, tokens, length in _equal_lengths(
+        cu_seqlens, [row[0] for row in targets], null_block_id
+    ):
+        kept = [targets[sequence][:length] for sequence in sequences]
+        for sequence, row in zip(sequences, kept):
+            source = sources[sequence][max(accepted[sequence] - 1, 0)]
+            if source != row[-1]:
+                state[row[-1]] = state[source]
         count = len(sequences)
         part = out[tokens]
         update(
@@ -248,10 +253,12 @@ def update_state_with_drafts(
             dt_bias,
             z=None if z is None else z[tokens],
             out=part,
-            state_batch_indices=start,
-            dst_state_batch_indices=kept,
+            # It goes on from the only column, whatever was accepted.
+            state_batch_indices=torch.tensor(
+                [row[-1:] for row in kept], dtype=torch.int32
+            ),
+            dst_state_batch_indices=torch.tensor(kept, dtype=torch.int32),
             null_block_id=-1,
-            # It goes on from `start`, the only column.
             num_accepted_tokens=torch.ones(count, dtype=torch.int32),
             cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32),
             **options,
