@@ -202,7 +202,7 @@ def test_embedding_is_loaded_where_it_cannot_be_shared(tmp_path, edit):
     with loaded_drafter(folder) as model:
         assert model.has_own_embed_tokens
         loaded = model.model.embed_tokens.weight
-        assert loaded.shape[0] == model.config.vocab_size
+        assert len(loaded) >= model.config.vocab_size > len(stored)
         assert torch.equal(loaded[: len(stored)], stored)
         assert not loaded[len(stored) :].any()
 
@@ -220,12 +220,14 @@ def test_wrong_embedding_is_named(tmp_path, edit):
 
 
 @pytest.fixture
-def sharing(drafter, monkeypatch):
+def sharing(drafter):
     """The drafter with an embedding as the proposer would share it."""
+    own = drafter.model.embed_tokens
     torch.manual_seed(0)
     table = torch.nn.Embedding(drafter.config.vocab_size, drafter.config.hidden_size)
-    monkeypatch.setattr(drafter.model, "embed_tokens", table)
-    return drafter, table
+    drafter.model.embed_tokens = table
+    yield drafter, table
+    drafter.model.embed_tokens = own
 
 
 def test_audio_embeddings_take_the_placeholders_places(sharing):
