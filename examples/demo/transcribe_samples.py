@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Serve the demo checkpoint, transcribe its sample clips over HTTP, stop the server.
 
-Prints each transcript beside its reference and the word error rate of all.
+Prints each transcript beside its reference and the word error rate of all, and writes
+a page that shows the clips as time lines of speakers and words.
 """
 
 import argparse
-import base64
 import contextlib
 import json
 import os
@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jiwer
 import openai
@@ -25,15 +26,6 @@ import openai
 HERE = Path(__file__).resolve().parent
 CHECKPOINT = HERE / "checkpoint"
 SAMPLES = HERE / "samples"
-
-# The instruction that asks for a `<spk:N>` tag before every speaker turn.
-SPEAKER_INSTRUCTION = (
-    "Transcribe this audio. Include all spoken words and verbal fillers. Write "
-    "numbers as spoken. Use no punctuation and no capitalization. Start every speaker "
-    "turn with a speaker tag such as <spk:0>, <spk:1>, <spk:2>, etc.; assign one "
-    "stable tag per speaker and keep speaker identities consistent. Output only the "
-    "speaker-tagged transcript."
-)
 
 
 def free_port() -> int:
@@ -86,55 +78,80 @@ def serve(port: int, log: Path, minutes: float) -> Iterator[str]:
         print("Server stopped.", flush=True)
 
 
-def transcribe(client: openai.OpenAI, path: Path) -> str:
-    """Words alone, by the transcription route."""
+def transcribe(client: openai.OpenAI, path: Path, *, speakers: bool) -> dict[str, Any]:
+    """Transcribe a recording, and show how far it is.
+
+    Args:
+        speakers: tell them apart.
+
+    Returns:
+        The response, as `verbose_json` has it.
+    """
+    start = time.monotonic()
+    words = 0
+
+    def progress(what: str) -> None:
+        if sys.stdout.isatty():
+            seconds = time.monotonic() - start
+            print(f"\r  {what}, {words} words, {seconds:.0f} s ", end="", flush=True)
+
+    progress("listening")
     with path.open("rb") as file:
-        return client.audio.transcriptions.create(
-            model=str(CHECKPOINT), file=file, language="en", temperature=0
-        ).text
+        events = client.audio.transcriptions.create(
+            model=str(CHECKPOINT),
+            file=file,
+            language="en",
+            temperature=0,
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+            extra_body={"diarize": speakers},
+            stream=True,
+        )
+        for event in events:
+            if event.type == "transcript.text.delta":
+                words += event.delta.count(" ")
+                progress("writing")
+            else:
+                # The last one has all of the text, and the times.
+                done = event
+    if sys.stdout.isatty():
+        print("\r" + " " * 60, end="\r")
+    return done.to_dict()
 
 
-def transcribe_speakers(client: openai.OpenAI, path: Path) -> str:
-    """Words and speaker tags, by the chat route: tags are special tokens."""
-    data = base64.b64encode(path.read_bytes()).decode()
-    audio = {"data": data, "format": path.suffix.removeprefix(".")}
-    answer = client.chat.completions.create(
-        model=str(CHECKPOINT),
-        temperature=0,
-        messages=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": SPEAKER_INSTRUCTION},
-                    {"type": "input_audio", "input_audio": audio},
-                ],
-            }
-        ],
-        extra_body={
-            "chat_template_kwargs": {"enable_thinking": False},
-            "skip_special_tokens": False,
-        },
-    )
-    text = answer.choices[0].message.content or ""
-    return text.removesuffix("<|im_end|>").strip()
+def tagged_text(response: dict[str, Any]) -> str:
+    """Text with a `<spk:N>` tag before every turn, if there are speakers."""
+    parts, before = [], None
+    for segment in response["segments"]:
+        speaker = segment.get("speaker")
+        if speaker is not None and speaker != before:
+            parts.append(f"<spk:{ord(speaker) - ord('A')}>")
+        parts.append(segment["text"])
+        before = speaker
+    return " ".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=None, help="default: a free one")
     parser.add_argument("--log", type=Path, default=Path("demo-output/server.log"))
+    parser.add_argument(
+        "--page", type=Path, default=Path("demo-output/timeline"), help="its folder"
+    )
     parser.add_argument("--minutes", type=float, default=15, help="to wait at most")
     options = parser.parse_args()
 
     samples = json.loads((SAMPLES / "transcripts.json").read_text("utf-8"))
-    references, heard = [], []
+    references, heard, clips = [], [], []
     port = options.port or free_port()
     with serve(port, options.log, options.minutes) as url:
         client = openai.OpenAI(base_url=url, api_key="none", timeout=600)
         for sample in samples:
             path = SAMPLES / sample["file"]
-            with_speakers = sample["prompt"] == "speakers"
-            text = (transcribe_speakers if with_speakers else transcribe)(client, path)
+            speakers = sample["prompt"] == "speakers"
+            response = transcribe(client, path, speakers=speakers)
+            clips.append((path, response))
+            text = tagged_text(response)
             rate = jiwer.wer(sample["text"], text) if text else 1.0
             print(f"\n{sample['file']} ({sample['note']})")
             print(f"  said   {sample['text']}")
@@ -144,6 +161,12 @@ def main() -> None:
             heard.append(text)
     rate = jiwer.wer(references, heard)
     print(f"\nWord error rate of {len(samples)} clips: {100 * rate:.1f} %")
+
+    sys.path.append(str(HERE.parent / "timeline"))
+    from write_page import write_page
+
+    page = write_page(options.page, clips).resolve()
+    print(f"Time lines of the clips, to open in a browser: {page}")
 
 
 if __name__ == "__main__":

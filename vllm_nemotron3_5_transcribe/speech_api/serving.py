@@ -60,7 +60,7 @@ from .answers import (
 from .formats import speaker_label, turn_opening
 from .protocol import SpeechOptions
 from .segments import Segment, build_segments, spread_segments
-from .transcript import Delta, TranscriptReader, Turn
+from .transcript import Delta, TranscriptReader, Turn, opens_thought
 
 logger = init_logger("vllm.nemotron3_5_transcribe.speech_api")
 
@@ -244,7 +244,7 @@ class _SpeechServing:
                 model_config=self.model_config,
             )
         )["prompt"]
-        return prompt.rfind("<think>") > prompt.rfind("</think>")
+        return opens_thought(prompt)
 
     async def _create_speech_to_text(
         self,

@@ -11,6 +11,11 @@ _SPEAKER_TAG = r"<spk:(?P<speaker>\d+)>"
 _THINK, _END_THINK = "<think>", "</think>"
 
 
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends within a thought, so that an answer begins in one."""
+    return prompt.rfind(_THINK) > prompt.rfind(_END_THINK)
+
+
 @dataclass
 class Turn:
     """What is said under one speaker tag.

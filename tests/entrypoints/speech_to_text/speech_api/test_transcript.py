@@ -4,7 +4,11 @@
 
 import pytest
 
-from vllm_nemotron3_5_transcribe.speech_api.transcript import TranscriptReader, Turn
+from vllm_nemotron3_5_transcribe.speech_api.transcript import (
+    TranscriptReader,
+    Turn,
+    opens_thought,
+)
 
 TOKENS = {"<|im_end|>", "<|im_start|>", "</s>", "<spk:0>", "<spk:1>", "<|audio|>"}
 
@@ -44,6 +48,9 @@ def test_markup_and_thoughts_go(raw, text, pieces):
 
 
 def test_a_thought_that_the_prompt_opens_is_dropped():
+    assert opens_thought("user<|im_end|>\nassistant\n<think>\n")
+    assert not opens_thought("assistant\n<think></think>")
+    assert not opens_thought("assistant\n")
     assert read("they say hello</think> hello", thinking=True)[0].text == "hello"
     assert read("they say hello, I thi", thinking=True)[0].text == ""
 
@@ -82,4 +89,5 @@ def test_nothing_of_a_token_is_sent_before_it_is_known():
 def test_what_looked_like_a_token_is_sent_at_the_end():
     reader = TranscriptReader(TOKENS)
     reader.read("one <|im")
-    assert reader.read("", final=True) == [] or reader.text == "one <|im"
+    assert [delta.text for delta in reader.read("", final=True)] == [" <|im"]
+    assert reader.text == "one <|im"
