@@ -9,7 +9,9 @@ import pickle
 import pytest
 from transformers import NemotronHConfig
 
+from tests.engine import CHECKPOINTS
 from vllm.config.speculative import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.configs.nemotron3_5_transcribe import (
     Nemotron3_5TranscribeConfig,
 )
@@ -53,7 +55,7 @@ def test_our_drafter_is_an_mtp_type_to_vllm():
     assert draft.model_type in get_args(MTPModelTypes)
 
 
-def test_routing_twice_is_refused_by_vllms_rule_no_more_than_others():
+def test_routing_twice_changes_nothing():
     """A config that was routed already is an MTP type like vLLM's own."""
     once = SpeculativeConfig.hf_config_override(transcribe_config())
     twice = SpeculativeConfig.hf_config_override(once)
@@ -210,3 +212,56 @@ def _resolve_bound(override, config, results):
             override(config).architectures,
         )
     )
+
+
+# --- From the flag to the engine's config ----------------------------------------
+
+
+def engine_config(speculative, **options):
+    args = EngineArgs(
+        model=str(CHECKPOINTS["odd"]),
+        speculative_config={"method": "mtp", **speculative},
+        **options,
+    )
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize("path_given", [False, True], ids=["implied", "given"])
+@pytest.mark.parametrize("drafts", [1, 2, 6])
+def test_flag_resolves_to_our_drafter(drafts, path_given):
+    """The odd checkpoint's head was made for 2 depths; 6 is past them."""
+    speculative = {"num_speculative_tokens": drafts}
+    if path_given:
+        speculative["model"] = str(CHECKPOINTS["odd"])
+    config = engine_config(speculative)
+    draft = config.speculative_config.draft_model_config
+    assert draft.architecture == "Nemotron3_5TranscribeMTP"
+    assert draft.hf_config.model_type == "mtp"
+    assert config.speculative_config.num_speculative_tokens == drafts
+    assert config.speculative_config.use_eagle()
+    # The target's own config is not the one that was changed.
+    assert config.model_config.hf_config.model_type == "nemo_speechlm"
+    assert config.model_config.architecture == "NeMoSpeechLMForConditionalGeneration"
+
+
+@pytest.mark.parametrize(("prefix_caching", "mode"), [(True, "align"), (False, "none")])
+def test_cache_mode_follows_prefix_caching(prefix_caching, mode):
+    """The two modes that `tests/v1` finds exact, and vLLM 0.32 has no third."""
+    config = engine_config(
+        {"num_speculative_tokens": 2}, enable_prefix_caching=prefix_caching
+    )
+    assert config.cache_config.mamba_cache_mode == mode
+
+
+def test_replayed_states_are_refused():
+    with pytest.raises(ValueError, match="use-replayssm"):
+        engine_config({"num_speculative_tokens": 2}, use_replayssm=True)
+
+
+def test_config_of_the_engine_survives_pickling():
+    """It travels to the engine core and to every worker."""
+    config = engine_config({"num_speculative_tokens": 3})
+    copied = pickle.loads(pickle.dumps(config))
+    draft = copied.speculative_config.draft_model_config
+    assert draft.architecture == "Nemotron3_5TranscribeMTP"
+    assert draft.hf_config.require_repeated_mtp().num_nextn_predict_layers == 2
