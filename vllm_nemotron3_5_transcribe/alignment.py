@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,10 @@ __all__ = [
     "Alignment",
     "AlignmentError",
     "DiarizationSegment",
-    "Transcription",
     "Word",
     "align",
     "align_async",
     "can_align_async",
-    "transcribe",
 ]
 
 # Alignments computed side by side; the others wait.
@@ -84,7 +81,7 @@ class _Aligner:
         audio: np.ndarray,
         transcript: str,
         language: str | None,
-        diarize: bool | None,
+        diarize: bool,
         max_word_seconds: float,
     ) -> Generator[dict[str, Any], dict[str, Any], Alignment]:
         """Align; see `align_async`.
@@ -103,7 +100,7 @@ class _Aligner:
         return align_transcript(
             tokenized,
             heard,
-            diarize=tokenized.has_tags if diarize is None else diarize,
+            bind_speakers=diarize and tokenized.has_tags,
             max_word_seconds=max_word_seconds,
         )
 
@@ -244,7 +241,7 @@ async def align_async(
     transcript: str,
     *,
     language: str | None = None,
-    diarize: bool | None = None,
+    diarize: bool = True,
     max_word_seconds: float = 1.0,
 ) -> Alignment:
     """Time the words of a transcript and say who speaks them.
@@ -255,9 +252,8 @@ async def align_async(
         transcript: generated text with its `<spk:N>` tags; other special tokens are
             ignored.
         language: ISO code that decides how words are cut; from the script when None.
-        diarize: align each tag's words where its speaker is heard. None does so if
-            the transcript has tags; otherwise the speakers are still reported, but
-            do not bind the words.
+        diarize: align each tag's words where its speaker is heard. Without tags, or
+            if False, speakers are still reported, but do not bind the words.
         max_word_seconds: longest word.
 
     Raises:
@@ -281,7 +277,7 @@ def align(
     transcript: str,
     *,
     language: str | None = None,
-    diarize: bool | None = None,
+    diarize: bool = True,
     max_word_seconds: float = 1.0,
 ) -> Alignment:
     """Time the words of a transcript with a `vllm.LLM`; see `align_async`."""
@@ -294,48 +290,3 @@ def align(
         replies = llm.collective_rpc("encode_alignment_window", args=(request,))
         request, alignment = _advance(steps, _answer(replies))
     return alignment
-
-
-@dataclass
-class Transcription:
-    """A transcript with everything known about it; the routes' answers hold the same.
-
-    Attributes:
-        text: without speaker tags.
-        language: ISO code that was asked for, or None.
-        duration: seconds of audio.
-        words, diarization, tag_map, failed_tags: see `Alignment`.
-        segments: stretches of the transcript, as the routes report them.
-        usage: prompt, completion and total tokens, and seconds of audio.
-    """
-
-    text: str
-    language: str | None
-    duration: float
-    words: list[Word] = field(default_factory=list)
-    segments: list[dict[str, Any]] = field(default_factory=list)
-    diarization: list[DiarizationSegment] = field(default_factory=list)
-    tag_map: dict[str, int] = field(default_factory=dict)
-    failed_tags: dict[str, str] = field(default_factory=dict)
-    usage: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Transcription":
-        return cls(
-            **{
-                **values,
-                "words": [Word.from_dict(word) for word in values["words"]],
-                "diarization": [
-                    DiarizationSegment.from_dict(segment)
-                    for segment in values["diarization"]
-                ],
-            }
-        )
-
-
-def transcribe(llm: Any, audio: Any, **fields: Any) -> Transcription:
-    """Transcribe a recording with a `vllm.LLM`, as the routes do."""
-    raise NotImplementedError

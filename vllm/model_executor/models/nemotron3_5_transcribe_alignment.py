@@ -560,7 +560,7 @@ def align_transcript(
     transcript: TokenizedTranscript,
     heard: HeardRecording,
     *,
-    diarize: bool = True,
+    bind_speakers: bool = True,
     max_word_seconds: float = 1.0,
 ) -> Alignment:
     """Time the words of a transcript.
@@ -572,7 +572,7 @@ def align_transcript(
     Args:
         transcript: the words.
         heard: the recording, with the transcript's classes.
-        diarize: False lets words lie anywhere, whoever is heard there.
+        bind_speakers: False lets words lie anywhere, whoever is heard there.
         max_word_seconds: longest word, before it is fitted.
 
     Returns:
@@ -596,7 +596,7 @@ def align_transcript(
         heard.speaker_probs.reshape(-1, factor, probs.shape[1]).mean(1), num_frames
     )
     speakers: dict[str, int | None] = {}
-    if diarize and targets:
+    if targets:
         matched = match_tags(
             list(targets.values()),
             heard.greedy,
@@ -610,7 +610,7 @@ def align_transcript(
     words: list[Word] = []
     for tag, stream in transcript.streams.items():
         segments: list[tuple[float, float]] = []
-        if not diarize:
+        if not bind_speakers:
             speaker_probs = np.ones(num_frames)
         elif (speaker := speakers[tag]) is None:
             failed[tag] = "The diarizer hears no speaker for this tag."

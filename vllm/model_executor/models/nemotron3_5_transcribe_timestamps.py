@@ -77,6 +77,7 @@ def read_head_config(
         if (sizes := metadata.get(CTC_CONFIG_KEY)) is None:
             return config.ctc_config
         return Nemotron3_5TranscribeCTCConfig.from_decoder_config(sizes)
+    logger.info("%s has no word timing head: its words cannot be timed.", model)
     return None
 
 

@@ -83,7 +83,7 @@ def test_alignment_equals_reference(case, pieces):
         case["transcript"], pieces, case["language"], SPECIAL_TOKENS
     )
     heard = heard_of(case, tokenized)
-    actual = align_transcript(tokenized, heard, diarize=case["with_speakers"])
+    actual = align_transcript(tokenized, heard, bind_speakers=case["with_speakers"])
     expected = case["expected"]
     assert set(actual.failed_tags) == {tag_name(tag) for tag in expected["failed"]}
     if case["with_speakers"]:
@@ -122,7 +122,7 @@ def test_most_words_equal_the_reference_exactly(pieces):
             case["transcript"], pieces, case["language"], SPECIAL_TOKENS
         )
         actual = align_transcript(
-            tokenized, heard_of(case, tokenized), diarize=case["with_speakers"]
+            tokenized, heard_of(case, tokenized), bind_speakers=case["with_speakers"]
         )
         for word, (text, start, end, _) in zip(actual.words, case["expected"]["words"]):
             total += 1
@@ -368,7 +368,7 @@ def test_snapping(spans, segments, expected):
     assert [(w.start, pytest.approx(w.end)) for w in words] == expected
 
 
-def one_word(num_frames=20, diarize=True, speaker_probs=None, **heard):
+def one_word(num_frames=20, bind_speakers=True, speaker_probs=None, **heard):
     """Align the word "w", class 7, heard in frame 10 of an 80 ms / 40 ms grid."""
     log_probs = np.full((num_frames, 2), [-0.01, -5.0])
     log_probs[10] = [-5.0, -0.01]
@@ -387,12 +387,12 @@ def one_word(num_frames=20, diarize=True, speaker_probs=None, **heard):
             activity_threshold=0.5,
             **heard,
         ),
-        diarize=diarize,
+        bind_speakers=bind_speakers,
     )
 
 
 def test_confidence_is_that_of_the_words_frames():
-    (word,) = one_word(diarize=False).words
+    (word,) = one_word(bind_speakers=False).words
     assert (word.start, word.end) == (0.4, 0.44)
     assert word.confidence == pytest.approx(math.exp(-0.01), abs=1e-4)
 
@@ -400,8 +400,8 @@ def test_confidence_is_that_of_the_words_frames():
 def test_speakers_are_reported_even_if_they_do_not_bind_the_words():
     silent_at_word = np.full((80, 1), 0.9)
     silent_at_word[32:56] = 1e-4
-    free = one_word(diarize=False, speaker_probs=silent_at_word)
-    assert free.words[0].start == 0.4 and not free.tag_map
+    free = one_word(bind_speakers=False, speaker_probs=silent_at_word)
+    assert free.words[0].start == 0.4 and free.tag_map == {"0": 0}
     assert [(s.start, s.end) for s in free.diarization] == [(0, 0.32), (0.56, 0.8)]
     bound = one_word(speaker_probs=silent_at_word)
     assert bound.tag_map == {"0": 0}
