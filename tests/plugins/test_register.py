@@ -216,7 +216,9 @@ class Settings:
         self.__dict__.update(values)
 
 
-def apply_defaults(model="no-folder", architecture=TARGET, **cache_values):
+def apply_defaults(
+    model="no-folder", architecture=TARGET, parallel=None, **cache_values
+):
     """Run the defaults on a cache config; returns it."""
     from vllm.config import CacheConfig
 
@@ -229,7 +231,11 @@ def apply_defaults(model="no-folder", architecture=TARGET, **cache_values):
         enforce_eager=False,
     )
     MODELS_CONFIG_MAP[architecture].verify_and_update_config(
-        Settings(cache_config=cache, model_config=model)
+        Settings(
+            cache_config=cache,
+            model_config=model,
+            parallel_config=parallel or Settings(worker_extension_cls=""),
+        )
     )
     return cache
 
@@ -247,6 +253,28 @@ def test_mamba_state_dtype_of_the_user_is_kept():
 
 
 GIB = 1 << 30
+
+
+def test_workers_can_be_asked_for_word_times():
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    parallel = Settings(worker_extension_cls="")
+    apply_defaults(parallel=parallel)
+    extension = resolve_obj_by_qualname(parallel.worker_extension_cls)
+    assert extension.__name__ == "AlignmentWorkerExtension"
+    # vLLM refuses an extension that overrides anything of the worker.
+    assert not [
+        name
+        for name in dir(extension)
+        if not name.startswith("__") and hasattr(WorkerBase, name)
+    ]
+
+
+def test_worker_extension_of_the_user_is_kept():
+    parallel = Settings(worker_extension_cls="their.Extension")
+    apply_defaults(parallel=parallel)
+    assert parallel.worker_extension_cls == "their.Extension"
 
 
 @pytest.fixture
