@@ -9,9 +9,10 @@ decode in between, and wait for no more than one chunk.
 """
 
 import asyncio
+import contextlib
 import os
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -168,6 +169,21 @@ def _answer(replies: list[Any]) -> Any:
     return next(reply for reply in replies if reply is not None)
 
 
+@contextlib.contextmanager
+def _explain_other_workers() -> Iterator[None]:
+    """Tell a missing method, which means a choice of the user, from other failures."""
+    try:
+        yield
+    except Exception as error:
+        if "'alignment_info' is not implemented" not in str(error):
+            raise
+        raise AlignmentError(
+            "The workers cannot time words: --worker-extension-cls names a class that "
+            "does not inherit from vllm_nemotron3_5_transcribe.worker_extension."
+            "AlignmentWorkerExtension."
+        ) from error
+
+
 class _AsyncEngine:
     """An engine client, its aligner, and whose turn it is.
 
@@ -185,7 +201,8 @@ class _AsyncEngine:
     async def aligner(self) -> _Aligner:
         if self._aligner is None:
             client = self._client()
-            info = _answer(await client.collective_rpc("alignment_info"))
+            with _explain_other_workers():
+                info = _answer(await client.collective_rpc("alignment_info"))
             self._aligner = _Aligner(client.model_config, info)
         return self._aligner
 
@@ -282,7 +299,8 @@ def align(
 ) -> Alignment:
     """Time the words of a transcript with a `vllm.LLM`; see `align_async`."""
     if llm not in _aligners:
-        info = _answer(llm.collective_rpc("alignment_info"))
+        with _explain_other_workers():
+            info = _answer(llm.collective_rpc("alignment_info"))
         _aligners[llm] = _Aligner(llm.llm_engine.model_config, info)
     steps = _aligners[llm].steps(audio, transcript, language, diarize, max_word_seconds)
     request, alignment = _advance(steps, None)

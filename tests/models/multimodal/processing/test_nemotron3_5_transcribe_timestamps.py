@@ -228,6 +228,18 @@ def test_bad_audio_and_empty_transcripts_are_refused(model, checkpoint, goldens)
     assert "encode_alignment_window" not in engine.calls
 
 
+def test_workers_of_another_kind_are_explained(model, checkpoint):
+    class OtherWorkers(AsyncAligningEngine):
+        async def collective_rpc(self, method, timeout=None, args=()):
+            raise RuntimeError(f"Worker failed: Method {method!r} is not implemented.")
+
+    engine = OtherWorkers(model)
+    assert not asyncio.run(can_align_async(engine))
+    with pytest.raises(AlignmentError, match="--worker-extension-cls"):
+        audio = np.zeros(1600, np.float32)
+        asyncio.run(align_async(engine, audio, TEXTS[checkpoint]))
+
+
 def test_without_the_head_nothing_is_aligned():
     overrides = {"ctc_timestamps": {"enabled": False}}
     with aligning_model(CHECKPOINTS["odd"], hf_overrides=overrides) as headless:
