@@ -94,8 +94,9 @@ class _Aligner:
         tokenized = tokenize_transcript(
             transcript, self.pieces, language, self.special_tokens
         )
+        samples = np.ascontiguousarray(to_mono_waveform(audio))
         with torch.inference_mode():
-            features = self.log_mel(torch.from_numpy(to_mono_waveform(audio)))
+            features = self.log_mel(torch.from_numpy(samples))
         heard = yield from self._encode(features, tokenized.classes)
         del features
         return align_transcript(
