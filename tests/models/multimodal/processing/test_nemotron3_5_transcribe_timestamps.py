@@ -6,11 +6,13 @@ import asyncio
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.torch import save_file
 
 from tests.engine import CHECKPOINTS
 from tests.goldens import HELDOUT, Goldens
@@ -25,7 +27,12 @@ from vllm.model_executor.models.nemotron3_5_transcribe_audio import feature_stat
 from vllm.model_executor.models.nemotron3_5_transcribe_timestamps import (
     encode_window,
     plan_recording,
+    read_head_config,
 )
+from vllm.transformers_utils.configs.nemotron3_5_transcribe import (
+    Nemotron3_5TranscribeConfig,
+)
+from vllm.transformers_utils.configs.nemotron3_5_transcribe_audio import CTC_CONFIG_KEY
 from vllm_nemotron3_5_transcribe.alignment import (
     AlignmentError,
     align,
@@ -247,6 +254,69 @@ def test_without_the_head_nothing_is_aligned():
         with pytest.raises(AlignmentError, match="word timing head"):
             align(engine, np.zeros(1600, np.float32), "speaker")
         assert not asyncio.run(can_align_async(AsyncAligningEngine(headless)))
+
+
+# --- Finding the head ----------------------------------------------------------------
+
+SIZES = '{"feat_in": 40, "n_heads": 5, "num_classes": 61}'
+
+
+def repository(*files):
+    """What the hub tells of a repository: (tensor names, metadata) of each file."""
+    return SimpleNamespace(
+        files_metadata={
+            str(index): SimpleNamespace(tensors=dict.fromkeys(names), metadata=metadata)
+            for index, (names, metadata) in enumerate(files)
+        }
+    )
+
+
+def test_sizes_are_read_from_a_repository_without_its_files(monkeypatch):
+    asked = []
+
+    def get_safetensors_metadata(model, revision):
+        asked.append((model, revision))
+        return repository(
+            (["llm.lm_head.weight"], {"format": "pt"}),
+            (["ctc_timestamp.decoder.upsample.weight"], {CTC_CONFIG_KEY: SIZES}),
+        )
+
+    monkeypatch.setattr(
+        module.huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata
+    )
+    config = Nemotron3_5TranscribeConfig()
+    head = read_head_config("some/repository", "main", config)
+    assert (head.hidden_size, head.num_classes) == (40, 62)
+    assert asked == [("some/repository", "main")]
+
+
+def test_an_unreachable_repository_means_no_word_times(monkeypatch):
+    def get_safetensors_metadata(model, revision):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(
+        module.huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata
+    )
+    assert read_head_config("some/repository", None, None) is None
+
+
+def test_a_head_without_metadata_has_the_sizes_of_the_config(tmp_path):
+    tensor = {"ctc_timestamp.decoder.upsample.weight": torch.zeros(1)}
+    save_file(tensor, tmp_path / "model.safetensors")
+    config = Nemotron3_5TranscribeConfig()
+    assert read_head_config(str(tmp_path), None, config) == config.ctc_config
+
+
+def test_a_damaged_file_is_left_to_the_loader(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"no header")
+    save_file(
+        {"ctc_timestamp.decoder.upsample.weight": torch.zeros(1)},
+        tmp_path / "b.safetensors",
+        {CTC_CONFIG_KEY: SIZES},
+    )
+    assert read_head_config(str(tmp_path), None, None).hidden_size == 40
+    (tmp_path / "b.safetensors").unlink()
+    assert read_head_config(str(tmp_path), None, None) is None
 
 
 # --- Against what was really said ----------------------------------------------------
