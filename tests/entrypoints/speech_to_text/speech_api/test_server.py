@@ -423,11 +423,12 @@ def test_requests_of_all_kinds_side_by_side(client):
         answer = transcribe(client, path, response_format=FORMATS[number % 6])
         if isinstance(answer, str):
             return answer
+        values = answer.model_dump()
         if isinstance(answer, TranscriptionVerbose):
-            for segment in answer.segments:
+            for segment in values["segments"]:
                 # The one number that other requests have a part in.
-                segment.avg_logprob = pytest.approx(segment.avg_logprob, abs=1e-3)
-        return answer.model_dump()
+                segment["avg_logprob"] = pytest.approx(segment["avg_logprob"], abs=1e-3)
+        return values
 
     alone = [ask(number) for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
