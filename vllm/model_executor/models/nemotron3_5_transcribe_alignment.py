@@ -384,7 +384,10 @@ def min_frames(target: np.ndarray) -> int:
 
 
 def force_align(
-    log_probs: np.ndarray, target: np.ndarray, bonus: np.ndarray | None = None
+    log_probs: np.ndarray,
+    target: np.ndarray,
+    frames: np.ndarray | None = None,
+    bonus: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the likeliest CTC path through a sequence of pieces: exact Viterbi search.
 
@@ -398,17 +401,20 @@ def force_align(
     searched again on the way back.
 
     Args:
-        log_probs: (frames, classes), class 0 being the blank.
+        log_probs: (rows, classes), class 0 being the blank.
         target: (pieces,) class numbers, none of them 0.
+        frames: (frames,) the rows to search, in order; all of them if None.
         bonus: (frames,) added to every class but the blank.
 
     Returns:
-        First and last frame of each piece, (pieces,) each.
+        First and last of the searched frames of each piece, (pieces,) each.
 
     Raises:
         ValueError: there are fewer frames than `min_frames` of the target.
     """
-    num_frames, num_pieces = len(log_probs), len(target)
+    if frames is None:
+        frames = np.arange(len(log_probs))
+    num_frames, num_pieces = len(frames), len(target)
     if num_frames < min_frames(target) or not num_pieces:
         raise ValueError(f"{num_pieces} pieces do not fit {num_frames} frames")
     repeats = np.flatnonzero(target[1:] == target[:-1]) + 1
@@ -424,7 +430,7 @@ def force_align(
         for row, frame in enumerate(range(start, end)):
             if row % _SCORE_FRAMES == 0:
                 last = min(frame + _SCORE_FRAMES, end)
-                scores = log_probs[frame:last].astype(np.float64)
+                scores = log_probs[frames[frame:last]].astype(np.float64)
                 scores -= scores[:, :1]
                 if bonus is not None:
                     scores += bonus[frame:last, None]
@@ -629,7 +635,7 @@ def align_transcript(
             stream,
             None if tag == _UNTAGGED else tag,
             targets[tag],
-            heard.log_probs if len(frames) == num_frames else heard.log_probs[frames],
+            heard.log_probs,
             frames,
             np.log(np.maximum(speaker_probs[frames], _PROBABILITY_FLOOR)),
             step,
@@ -664,18 +670,18 @@ def _align_stream(
         stream: words and their pieces.
         speaker: of the words.
         target: (pieces,) columns of `log_probs`.
-        log_probs: (n, classes), on the frames that may be used.
-        frames: (n,) their numbers in the recording.
+        log_probs: (frames, classes) of the recording.
+        frames: (n,) those that may be used.
         bonus: (n,) see `force_align`.
         step: seconds of a frame.
         max_word_seconds: longest word.
     """
-    first, last = force_align(log_probs, target, bonus)
+    first, last = force_align(log_probs, target, frames, bonus)
     # How well each piece fits: its mean log-probability over its frames.
     counts = last - first + 1
     owners = np.repeat(np.arange(len(target)), counts)
     places = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    fits = log_probs[first[owners] + places, target[owners]].astype(np.float64)
+    fits = log_probs[frames[first[owners] + places], target[owners]].astype(np.float64)
     fit = np.bincount(owners, fits, len(target)) / counts
 
     words, piece = [], 0

@@ -172,7 +172,7 @@ def test_search_is_exact(target, block_bytes, monkeypatch):
     for _ in range(2):
         log_probs = log_softmax(3 * random.standard_normal((8, 3)))
         bonus = -random.random(8)
-        first, last = force_align(log_probs, target, bonus)
+        first, last = force_align(log_probs, target, bonus=bonus)
         score = score_of(log_probs, target, bonus, first, last)
         expected = best_score_by_hand(log_probs, target, bonus)
         assert score == pytest.approx(expected)
@@ -187,6 +187,15 @@ def test_blocks_change_nothing(block_frames, monkeypatch):
     monkeypatch.setattr(module, "_BACKPOINTER_BYTES", 2 * 60 * block_frames)
     monkeypatch.setattr(module, "_SCORE_FRAMES", 5)
     for actual, expected in zip(force_align(log_probs, target), whole):
+        assert actual.tolist() == expected.tolist()
+
+
+def test_some_frames_are_searched_as_if_there_were_no_others():
+    random = np.random.default_rng(4)
+    log_probs = log_softmax(2 * random.standard_normal((60, 5)))
+    target, frames = random.integers(1, 5, 9), np.flatnonzero(random.random(60) < 0.6)
+    alone = force_align(log_probs[frames], target)
+    for actual, expected in zip(force_align(log_probs, target, frames), alone):
         assert actual.tolist() == expected.tolist()
 
 
