@@ -6,6 +6,7 @@ A batch depends on its step and the seed alone, so training is the same whatever
 the number of loader workers.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Batch:
         word_targets: ``(clips, frames / 8)``: the number of the word that sounds on
             an encoder frame, ``len(WORDS)`` in a pause, -100 where it is not known.
         voice_targets: ``(clips, frames / 8)``: the voice that speaks, -100 in a pause.
+        ordinals: ``(samples, tokens)``: at an audio token the number of the word that
+            sounds there, in the answer the number of the word that the next token
+            belongs to; counted from 0 over the whole sample, nan elsewhere.
         kind: What the clips are.
     """
 
@@ -55,7 +59,46 @@ class Batch:
     frame_targets: torch.Tensor
     word_targets: torch.Tensor
     voice_targets: torch.Tensor
+    ordinals: torch.Tensor
     kind: str
+
+
+def frame_ordinals(clip: Clip, frames: int, first: int) -> list[float]:
+    """The number of the word that sounds at every encoder frame.
+
+    Half a word past the last one in a pause. Inside a phrase it counts up from half a
+    word before its first word to half a word after its last one, at the pace of the
+    letters: where its words are is not known.
+    """
+    times = (np.arange(frames) + 0.5) * FACTOR / 100
+    out = np.full(frames, first - 0.5)
+    count = first
+    for words, start, end in clip.spans:
+        inside = (times >= start) & (times < end)
+        if len(words) == 1:
+            out[inside] = count
+        else:
+            letters = np.cumsum([0, *(len(word) + 1 for word in words)])
+            edges = start + (end - start) * letters / letters[-1]
+            numbers = count - 0.5 + np.arange(len(edges))
+            out[inside] = np.interp(times[inside], edges, numbers)
+        count += len(words)
+        out[times >= end] = count - 0.5
+    return out.tolist()
+
+
+def answer_ordinals(answer: str) -> list[float]:
+    """The number of the word that every token belongs to, the turn end included.
+
+    A space or a speaker tag belongs to the word that it opens.
+    """
+    out, count, inside = [], 0, False
+    for unit in re.findall(r"<spk:\d+>|.", answer):
+        letter = len(unit) == 1 and unit != " "
+        count += inside and not letter
+        inside = letter
+        out.append(float(count))
+    return [*out, float(count + inside)]
 
 
 class Assembler:
@@ -112,13 +155,24 @@ class Assembler:
                 span = slice(round(start * 12.5 - 0.3), round(end * 12.5 + 0.3))
                 known = len(words) == 1
                 word_targets[n, span] = WORDS.index(words[0]) if known else -100
-        rows, labels, used = [], [], 0
+        rows, labels, places, used = [], [], [], 0
         for sample_clips, prompt, answer in samples:
             count = len(sample_clips)
-            ids = self.prompt_ids(prompt, valid[used : used + count])
+            lengths = valid[used : used + count]
+            ids = self.prompt_ids(prompt, lengths)
             used += count
             answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
             answer_ids = answer_ids + [self.tokenizer.eos_token_id]
+            heard, said = [], 0
+            for clip, length in zip(sample_clips, lengths, strict=True):
+                heard += frame_ordinals(clip, -(-length // FACTOR), said)
+                said += len(clip.words)
+            sounds = iter(heard)
+            place = [next(sounds) if t == self.audio_id else np.nan for t in ids]
+            written = answer_ordinals(answer)
+            if len(written) != len(answer_ids):
+                raise ValueError(f"{answer!r} is not one token a character")
+            places.append([*place[:-1], *written, np.nan])
             rows.append(ids + answer_ids)
             labels.append([-100] * len(ids) + answer_ids)
         width = max(map(len, rows))
@@ -133,6 +187,7 @@ class Assembler:
             targets,
             word_targets,
             voice_targets,
+            torch.tensor([r + [np.nan] * (width - len(r)) for r in places]),
             kind,
         )
 
@@ -202,31 +257,24 @@ class StepBatches:
         roll = choice.random()
         if self.plan == "speakers" and roll < 0.85:
             return self._speakers(rng, 16) if roll < 0.7 else self._long(rng, 20.0)
-        if progress < 0.15:
+        if progress < 0.1:
             # single words first: every frame's word is known
             if roll < 0.85:
                 return self._utterances(rng, ((1, 2), (2, 4))[int(roll < 0.5)], "words")
             return self._speakers(rng)
-        # long clips are hard to keep one's place in: the end of training has more
-        utterances, speakers, pairs, text = (
-            (0.56, 0.84, 0.88, 0.90)
-            if self.plan == "course"
-            else (0.44, 0.72, 0.75, 0.77)
-        )
-        if roll < utterances:
+        if roll < 0.54:
             words = ((1, 2), (2, 4), (4, 6), (6, 8))
-            length = int(choice.choice(4, p=(0.15, 0.25, 0.3, 0.3)))
+            length = int(choice.choice(4, p=(0.15, 0.2, 0.25, 0.4)))
             return self._utterances(rng, words[length])
-        if roll < speakers:
+        if roll < 0.76:
             return self._speakers(rng)
-        if roll < pairs:
+        if roll < 0.79:
             return self._pairs(rng)
-        if roll < text:
+        if roll < 0.8:
             return self._text(rng)
-        if self.plan == "course":
-            longest = 20.0 if progress < 0.35 else 58.0
-            return self._long(rng, float(choice.uniform(10.0, longest)))
-        return self._long(rng, float(choice.uniform(20.0, 58.0)))
+        # long clips are hard to keep one's place in: longer and longer ones
+        longest = 20.0 + 38.0 * min(max(2 * progress - 0.4, 0.0), 1.0)
+        return self._long(rng, float(choice.uniform(10.0, longest)))
 
     def _utterances(
         self,

@@ -43,18 +43,15 @@ SAMPLE_RATE = 16_000
 
 DIGITS = re.findall(r"\w+", "zero one two three four five six seven eight nine")
 
-# No homophones ("to", "for"): random sequences give the decoder nothing to tell
-# them apart by.
+# No homophones ("to", "for") and no pairs that differ in one weak sound ("minute",
+# "minutes"): random sequences give the decoder nothing to tell them apart by.
 _EVERYDAY = """
-hello goodbye please thank you sorry yes no your call phone number message
-messages today tomorrow yesterday time is the from with and now try again later
-enter press star pound key hold while connect person calling first last next new
-old work family friends urgent password extension transfer minute minutes second
-seconds hours location i'm not valid that this on line help exit menu return main
-saved deleted received have options record world are agent busy conference locked
-left has joined tone after name monday tuesday wednesday thursday friday saturday
-sunday home open close play stop start music light water red green blue white
-black coffee
+hello goodbye please thank you sorry yes no call phone number messages today tomorrow
+yesterday time and from with again later enter press star pound key try person first
+next family friends work urgent password extension transfer minutes seconds hours
+location valid line help exit menu return saved deleted received options record agent
+busy conference joined name connect monday tuesday wednesday thursday friday saturday
+sunday home open close stop music water red green blue white black coffee
 """
 EVERYDAY = re.findall(r"\S+", _EVERYDAY)
 
@@ -254,14 +251,14 @@ def build_cache(directory: Path, phrases_per_voice: int = 85, jobs: int = 2) -> 
 
     Writes ``audio.npy`` (int16, all items one after the other) and ``index.json``
     (voices, and per item: voice, text, offset, length). Does nothing when the
-    folder already holds a finished cache of the same size.
+    folder already holds a finished cache of the same words and size.
     """
     directory.mkdir(parents=True, exist_ok=True)
     index_path = directory / "index.json"
     voices = training_voices()
     if index_path.exists():
         stored = json.loads(index_path.read_text())
-        if stored["phrases_per_voice"] == phrases_per_voice:
+        if stored["made_of"] == [phrases_per_voice, *WORDS]:
             return
     rng = np.random.default_rng(13)
     tasks = []
@@ -285,7 +282,7 @@ def build_cache(directory: Path, phrases_per_voice: int = 85, jobs: int = 2) -> 
     index_path.write_text(
         json.dumps(
             {
-                "phrases_per_voice": phrases_per_voice,
+                "made_of": [phrases_per_voice, *WORDS],
                 "voices": [vars(v) for v in voices],
                 "items": items,
             }

@@ -83,7 +83,7 @@ def demo_config(
             # The reference clamps the time step of every token to this; Mamba-2 only
             # means it for the initialisation, and vLLM clamps at 0.
             "time_step_min": 1e-9,
-            "max_position_embeddings": 65536,
+            "max_position_embeddings": 131072,
             "num_nextn_predict_layers": 1,
             "bos_token_id": 1,
             "eos_token_id": eos_token_id,

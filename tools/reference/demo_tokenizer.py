@@ -165,7 +165,7 @@ def build_tokenizer(directory: Path) -> None:
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 65536,
+        "model_max_length": 131072,
         "extra_special_tokens": {"audio_token": AUDIO_TOKEN},
         "chat_template": CHAT_TEMPLATE,
     }

@@ -6,10 +6,10 @@
     .venv-reference/bin/python tools/reference/train.py \\
         --work /path/for/cache --out examples/demo/checkpoint
 
-Speaks the corpus (a few minutes), trains the whole model, then the diarizer alone,
-then goes on with the rest on top of it, then trains the MTP head alone with everything
-else frozen, and exports. Seeds are fixed, so the same machine gives the same
-checkpoint. A stage whose result lies in ``--work`` is not run again.
+Speaks the corpus (a few minutes), trains the diarizer, then the rest on top of it,
+then the MTP head alone with everything else frozen, and exports. Seeds are fixed, so
+the same machine gives the same checkpoint. A stage whose result lies in ``--work`` is
+not run again.
 
 Two processes with one thread each share every batch: operations of this size lose
 more to the barriers between two threads than one exchange of gradients costs.
@@ -33,6 +33,7 @@ from demo_config import MTP_DEPTHS, demo_config
 from demo_tokenizer import AUDIO_TOKEN, build_pieces, build_tokenizer
 from layout import ctc_decoder_config, export_checkpoint, feature_extractor, nemo_config
 from mtp import MtpHead, mtp_losses
+from scouts import AttentionGuide, PlaceScout
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -42,6 +43,7 @@ from transformers.models.nemotron3_5_transcribe import (
 )
 
 SEED = 20261201
+PEAK_RATE = 1.6e-3
 CHUNK = 500  # encoder frames; longer clips run in chunks with a speaker cache
 
 
@@ -153,20 +155,17 @@ class Average:
 
 
 def audio_states(
-    model: Any, batch: Batch, truth: torch.Tensor | None, mask_bands: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    model: Any, batch: Batch, mask_bands: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the audio tower as the reference does, with hooks for training.
 
     Args:
-        model: The reference model.
+        model: The reference model; the diarizer is taken as it is.
         batch: The clips.
-        truth: ``(clips,)`` bool: where to fuse the true speaker activity instead of
-            the diarizer's; None nowhere.
         mask_bands: Hides random bands and moments from the ASR encoder.
 
     Returns:
-        ``(valid audio tokens, hidden)`` embeddings in order, ASR states, and
-        speaker logits at 10 ms.
+        ``(valid audio tokens, hidden)`` embeddings in order, and ASR states.
     """
     tower = model.model.audio_tower
     frames = batch.features.shape[1] // 8
@@ -175,10 +174,6 @@ def audio_states(
         normal = hide_bands(normal)
     if frames <= CHUNK:
         states = tower.asr_encoder(normal, batch.mask).last_hidden_state
-        hidden = tower.diarization_model.model(
-            input_features=batch.features, attention_mask=batch.mask
-        ).last_hidden_state
-        speakers = tower.diarization_model.classifier(hidden)
     else:
         parts = []
         for context, chunk in tower._get_chunks(frames):
@@ -186,17 +181,20 @@ def audio_states(
             output = tower.asr_encoder(normal[:, span], batch.mask[:, span])
             parts.append(output.last_hidden_state[:, chunk])
         states = torch.cat(parts, 1)
-        speakers = tower.diarization_model(
-            batch.features, attention_mask=batch.mask
-        ).logits
-    probabilities = speakers.sigmoid().unflatten(1, (frames, -1)).mean(2)
-    active = (probabilities > tower.config.speaker_activity_threshold).float()
-    if truth is not None:
-        real = batch.activity.unflatten(1, (frames, -1)).mean(2) > 0.5
-        active = torch.where(truth[:, None, None], real.float(), active)
+    with torch.no_grad():
+        diarizer = tower.diarization_model
+        if frames <= CHUNK:
+            hidden = diarizer.model(
+                input_features=batch.features, attention_mask=batch.mask
+            ).last_hidden_state
+            speakers = diarizer.classifier(hidden)
+        else:
+            speakers = diarizer(batch.features, attention_mask=batch.mask).logits
+        probabilities = speakers.sigmoid().unflatten(1, (frames, -1)).mean(2)
+        active = (probabilities > tower.config.speaker_activity_threshold).float()
     fused = tower.asr_norm(states) + tower.speaker_embedding(tower.speaker_norm(active))
     embeds = model.model.multi_modal_projector(fused)
-    return embeds[batch.mask[:, ::8]], states, speakers
+    return embeds[batch.mask[:, ::8]], states
 
 
 def hide_bands(features: torch.Tensor) -> torch.Tensor:
@@ -222,57 +220,62 @@ def embed_tokens(model: Any, input_ids: torch.Tensor, audio: torch.Tensor) -> An
     return embeds.masked_scatter(places, audio.to(embeds.dtype))
 
 
-def losses(
-    model: Any,
-    scout: nn.Linear,
-    batch: Batch,
-    truth_rate: float,
-    mask_bands: bool,
-) -> tuple[dict[str, torch.Tensor], float]:
-    """The training losses of a batch and the share of right next tokens.
+class Teacher(nn.Module):
+    """The training losses of a batch; its own parameters are thrown away afterwards.
 
-    ``scout`` names the word of every ASR frame where it is known. It is thrown away
-    after training; without it the encoder takes three times as long to learn words.
+    `frames` names the word of every ASR frame where it is known: without it the
+    encoder takes three times as long to learn words.
     """
-    out: dict[str, torch.Tensor] = {}
-    if len(batch.features):
-        truth = torch.rand(len(batch.features)) < truth_rate
-        audio, states, speakers = audio_states(model, batch, truth, mask_bands)
-        valid = batch.mask.float()
-        bce = F.binary_cross_entropy_with_logits(
-            speakers, batch.activity, reduction="none"
-        ).sum(2)
-        out["speaker"] = (bce * valid).sum() / valid.sum()
-        logits = model.get_word_timestamp_logits(states, batch.mask)
-        scores = logits.log_softmax(-1)
-        targets = torch.tensor([p for ids in batch.pieces for p in ids])
-        out["ctc"] = F.ctc_loss(
-            scores.transpose(0, 1),
-            targets,
-            2 * batch.mask[:, ::8].sum(1),
-            torch.tensor([len(ids) for ids in batch.pieces]),
-            blank=logits.shape[-1] - 1,
-            reduction="sum",
-            zero_infinity=True,
-        ) / len(targets)
-        named = scout(states).transpose(1, 2)
-        out["frames"] = F.cross_entropy(named, batch.word_targets)
-        out["edges"] = F.nll_loss(scores.transpose(1, 2), batch.frame_targets)
-    else:
+
+    WEIGHTS = {
+        "text": 1.0,
+        "ctc": 0.5,
+        "edges": 0.2,
+        "frames": 0.5,
+        "place": 0.5,
+        "guide": 0.4,
+    }
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.frames = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
+        self.place = PlaceScout(model.model.language_model)
+        self.guide = AttentionGuide(model.model.language_model)
+
+    def forward(
+        self, model: Any, batch: Batch, mask_bands: bool
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """The losses by name and the share of right next tokens."""
+        out: dict[str, torch.Tensor] = {}
         audio = torch.zeros(0)
-    embeds = embed_tokens(model, batch.input_ids, audio)
-    hidden = model.model.language_model(
-        inputs_embeds=embeds, use_cache=False
-    ).last_hidden_state
-    wanted = batch.labels[:, 1:]
-    chosen = wanted != -100
-    logits = model.lm_head(hidden[:, :-1][chosen])
-    out["text"] = F.cross_entropy(logits, wanted[chosen])
-    right = (logits.argmax(-1) == wanted[chosen]).float().mean().item()
-    return out, right
-
-
-WEIGHTS = {"text": 1.0, "ctc": 0.5, "edges": 0.2, "frames": 0.5, "speaker": 0.5}
+        if len(batch.features):
+            audio, states = audio_states(model, batch, mask_bands)
+            logits = model.get_word_timestamp_logits(states, batch.mask)
+            scores = logits.log_softmax(-1)
+            targets = torch.tensor([p for ids in batch.pieces for p in ids])
+            out["ctc"] = F.ctc_loss(
+                scores.transpose(0, 1),
+                targets,
+                2 * batch.mask[:, ::8].sum(1),
+                torch.tensor([len(ids) for ids in batch.pieces]),
+                blank=logits.shape[-1] - 1,
+                reduction="sum",
+                zero_infinity=True,
+            ) / len(targets)
+            named = self.frames(states).transpose(1, 2)
+            out["frames"] = F.cross_entropy(named, batch.word_targets)
+            out["edges"] = F.nll_loss(scores.transpose(1, 2), batch.frame_targets)
+        embeds = embed_tokens(model, batch.input_ids, audio)
+        hidden = model.model.language_model(
+            inputs_embeds=embeds, use_cache=False
+        ).last_hidden_state
+        out["place"], out["guide"] = self.place(batch), self.guide(batch)
+        wanted = batch.labels[:, 1:]
+        chosen = wanted != -100
+        logits = model.lm_head(hidden[:, :-1][chosen])
+        out["text"] = F.cross_entropy(logits, wanted[chosen])
+        right = (logits.argmax(-1) == wanted[chosen]).float().mean().item()
+        return out, right
 
 
 def rate(step: int, steps: int, peak: float, warmup: int = 150) -> float:
@@ -302,44 +305,36 @@ def report(stage: str, step: int, steps: int, started: float, text: str) -> None
     )
 
 
-def fit(
-    stage: str,
-    model: Any,
-    scout: nn.Linear,
-    batches: StepBatches,
-    peak: float,
-    save: Any,
-) -> None:
-    """Trains a model on all its losses, in place; ends with averaged weights.
-
-    Args:
-        stage: Name for the progress lines.
-        model: The reference model; frozen parameters stay as they are.
-        scout: See `losses`.
-        batches: One batch a step.
-        peak: Highest learning rate.
-        save: Called with the step now and then while the averages are in the model.
-    """
+def train_base(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains all but the diarizer and the MTP head; rank 0 writes ``base.pt``."""
+    join(rank, world, work)
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler)
+    diarizer = model.model.audio_tower.diarization_model
+    diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
+    diarizer.requires_grad_(False)
+    teacher = Teacher(model)
+    torch.manual_seed(SEED + rank)
+    batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    parameters += scout.parameters()
+    parameters += teacher.parameters()
     optimiser = torch.optim.AdamW(
-        parameter_groups(parameters), lr=peak, betas=(0.9, 0.98), eps=1e-9
+        parameter_groups(parameters),
+        lr=PEAK_RATE,
+        betas=(0.9, 0.98),
+        eps=1e-9,
+        fused=True,
     )
     balance = RouterBalance(model)
     average = Average(parameters, 0.997)
     model.train()
-    steps, rank = batches.steps, batches.rank
     started, sums, rights = time.monotonic(), {}, []
     for step in range(steps):
         batch = batches[step]
         for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, peak)
-        course = batches.plan == "course"
-        # the decoder learns speakers from the truth while the diarizer is poor
-        truth_rate = max(0.0, 1 - step / (0.35 * steps)) if course else 0.0
-        hide = course and step > 0.25 * steps
-        parts, right = losses(model, scout, batch, truth_rate, hide)
-        total = sum(WEIGHTS[k] * v for k, v in parts.items())
+            group["lr"] = rate(step, steps, PEAK_RATE)
+        parts, right = teacher(model, batch, mask_bands=step > 0.2 * steps)
+        total = sum(teacher.WEIGHTS[name] * part for name, part in parts.items())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         total.backward()
@@ -349,67 +344,16 @@ def fit(
         balance.step()
         average.step()
         for key, value in parts.items():
-            sums.setdefault(key, []).append(value.item())
+            sums.setdefault(f"{batch.kind} {key}", []).append(value.item())
         rights.append(right)
         if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
-            text = " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
-            text += f" tokens right {sum(rights) / len(rights):.3f}"
-            report(stage, step, steps, started, text)
+            text = f"tokens right {sum(rights) / len(rights):.3f} "
+            text += " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
+            report("base", step, steps, started, text)
             sums, rights = {}, []
-        if rank == 0 and (step + 1) % 400 == 0 and step + 1 < steps:
-            live = [p.detach().clone() for p in parameters]
-            average.store()
-            save()
-            for parameter, value in zip(parameters, live, strict=True):
-                parameter.data.copy_(value)
     average.store()
-
-
-def train_base(rank: int, world: int, work: Path, steps: int) -> None:
-    """Trains every parameter but the MTP head's; rank 0 writes ``base.pt``."""
-    join(rank, world, work)
-    tokenizer, assembler, _ = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
-    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
-    torch.manual_seed(SEED + rank)
-    batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
-    fit(
-        "base",
-        model,
-        scout,
-        batches,
-        1.6e-3,
-        lambda: torch.save(model.state_dict(), work / "part.pt"),
-    )
     if rank == 0:
         torch.save(model.state_dict(), work / "base.pt")
-    torch.distributed.destroy_process_group()
-
-
-def train_tuned(rank: int, world: int, work: Path, steps: int) -> None:
-    """Goes on with the better diarizer, frozen; rank 0 writes ``tuned.pt``."""
-    join(rank, world, work)
-    tokenizer, assembler, _ = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "base.pt"))
-    diarizer = model.model.audio_tower.diarization_model
-    diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
-    diarizer.requires_grad_(False)
-    scout = nn.Linear(model.config.audio_config.hidden_size, len(WORDS) + 1)
-    torch.manual_seed(SEED + 4 + rank)
-    batches = StepBatches(
-        work / "cache", assembler, steps, SEED + 4, rank, world, plan="all"
-    )
-    fit(
-        "tune",
-        model,
-        scout,
-        batches,
-        1e-3,
-        lambda: torch.save(model.state_dict(), work / "part-tuned.pt"),
-    )
-    if rank == 0:
-        torch.save(model.state_dict(), work / "tuned.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -546,7 +490,7 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     """The trained model with stored precision, tokenizer, assembler, alignment."""
     tokenizer, assembler, proto = make_assembler(work, write=False)
     model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "tuned.pt"))
+    model.load_state_dict(torch.load(work / "base.pt"))
     round_weights(model)
     return model.eval(), tokenizer, assembler, proto
 
@@ -559,13 +503,17 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
     head = MtpHead(model.config.text_config)
     torch.manual_seed(SEED + 7)
     initialise(head)
-    # one extra draw of everything: the curriculum's easy start is not needed
+    # the easy start of the course is not needed
     batches = StepBatches(
         work / "cache", assembler, steps, SEED + 1, rank, world, plan="all"
     )
     parameters = [p for p in head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(
-        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
+        parameter_groups(parameters),
+        lr=2e-3,
+        betas=(0.9, 0.98),
+        eps=1e-9,
+        fused=True,
     )
     balance = RouterBalance(head)
     average = Average(parameters, 0.995)
@@ -575,7 +523,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
         with torch.no_grad():
             audio = torch.zeros(0)
             if len(batch.features):
-                audio = audio_states(model, batch, None, False)[0]
+                audio, _ = audio_states(model, batch, mask_bands=False)
             embeds = embed_tokens(model, batch.input_ids, audio)
             hidden = model.model.language_model(
                 inputs_embeds=embeds, use_cache=False
@@ -636,10 +584,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="cache folder")
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--diarizer-steps", type=int, default=3000)
-    parser.add_argument("--tune-steps", type=int, default=1600)
-    parser.add_argument("--mtp-steps", type=int, default=900)
+    parser.add_argument("--diarizer-steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--mtp-steps", type=int, default=600)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     work, world = arguments.work.absolute(), arguments.processes
@@ -647,12 +594,10 @@ def main() -> None:
     started = time.monotonic()
     build_cache(work / "cache", jobs=world)
     make_assembler(work)
-    if not (work / "base.pt").exists():
-        launch(train_base, world, work, arguments.steps)
     if not (work / "diarizer.pt").exists():
         launch(train_diarizer, world, work, arguments.diarizer_steps)
-    if not (work / "tuned.pt").exists():
-        launch(train_tuned, world, work, arguments.tune_steps)
+    if not (work / "base.pt").exists():
+        launch(train_base, world, work, arguments.steps)
     if not (work / "mtp.pt").exists():
         launch(train_mtp, world, work, arguments.mtp_steps)
     export(work, arguments.out, with_mtp=True)
