@@ -162,8 +162,7 @@ def diarized_segments(transcript: Transcript) -> list[TranscriptionDiarizedSegme
             start=_milliseconds(segment.start),
             end=_milliseconds(segment.end),
             text=segment.text,
-            # Without tags there is one speaker.
-            speaker=speaker_label(segment.speaker or "0"),
+            speaker=speaker_label(segment.speaker),
             **({} if segment.aligned else {"aligned": False}),
         )
         for index, segment in enumerate(transcript.segments)
@@ -266,7 +265,7 @@ def _verbose(
 
 def _speakers(transcript: Transcript) -> dict[str, Any]:
     """Who speaks when, whatever is said, and what could not be aligned."""
-    tags = dict.fromkeys(turn.speaker or "0" for turn in transcript.turns)
+    tags = dict.fromkeys(turn.speaker for turn in transcript.turns)
     return {
         "diarization": [
             {
@@ -280,8 +279,7 @@ def _speakers(transcript: Transcript) -> dict[str, Any]:
             speaker_label(tag): transcript.tag_map.get(tag) for tag in tags
         },
         "failed_speakers": {
-            speaker_label(tag or None): reason
-            for tag, reason in transcript.failed_tags.items()
+            speaker_label(tag): reason for tag, reason in transcript.failed_tags.items()
         },
     }
 

@@ -10,10 +10,8 @@ from .segments import LINE_CHARACTERS, Segment
 from .transcript import Turn
 
 
-def speaker_label(speaker: str | None) -> str:
+def speaker_label(speaker: str) -> str:
     """OpenAI's name for a speaker: A, B, … in the order of their tags."""
-    if speaker is None:
-        return "unknown"
     number = int(speaker)
     return chr(ord("A") + number) if number < 26 else speaker
 

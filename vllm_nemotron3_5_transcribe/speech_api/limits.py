@@ -29,8 +29,9 @@ _TOKENS_BESIDES = 64
 # An own instruction may ask for more than a transcript.
 _TOKENS_OF_OWN_INSTRUCTION = 1024
 
-# A phrase of up to 40 tokens that is written 40 times in a row is not what was said.
-_LOOP = RepetitionDetectionParams(max_pattern_size=40, min_pattern_size=1, min_count=40)
+# The same few tokens so many times in a row are not what was said. Longer patterns may
+# be: a waiting loop plays its sentence for an hour.
+_LOOP = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=64)
 
 
 def admit_an_hour() -> None:

@@ -273,7 +273,9 @@ class _SpeechServing:
         if request.use_beam_search:
             decoding = self._of_beam_search(decoding.text, engine_request)
         else:
-            decoding.pieces = self._pieces(engine_request.clips)
+            decoding.pieces = self._pieces(
+                engine_request.clips, diarize=options.diarize
+            )
         if options.stream:
             return self._stream(options, decoding, request.temperature)
         try:
@@ -297,11 +299,16 @@ class _SpeechServing:
                 parameter="response_format",
             )
 
-    def _pieces(self, clips: list[np.ndarray]) -> list[_Piece]:
+    def _pieces(self, clips: list[np.ndarray], *, diarize: bool) -> list[_Piece]:
         pieces, samples = [], 0
         rate = self.asr_config.sample_rate
         for clip in clips:
-            reader = TranscriptReader(self._control_tokens, self._prompt_thinks)
+            reader = TranscriptReader(
+                self._control_tokens,
+                self._prompt_thinks,
+                # Tags count from 0, and whoever speaks first has it.
+                untagged_speaker="0" if diarize else None,
+            )
             audio_tokens = self.model_cls.get_num_audio_tokens(
                 len(clip) / rate, self.asr_config, self.model_config
             )
@@ -312,7 +319,7 @@ class _SpeechServing:
     def _of_beam_search(self, text: str, request: _EngineRequest) -> _Decoding:
         """Make up a finished decoding from what beam search leaves: its text."""
         audio = np.concatenate(request.clips)
-        [piece] = self._pieces([audio])
+        [piece] = self._pieces([audio], diarize=False)
         piece.reader.read(text, final=True)
         piece.finish_reason = "stop"
         tokenizer = cached_tokenizer_from_config(self.model_config)
@@ -371,9 +378,7 @@ class _SpeechServing:
         usage = self._usage(decoding).to_dict("tokens")
         return delta_event(
             opening + delta.text,
-            speaker=speaker_label(delta.turn.speaker or "0")
-            if options.diarize
-            else None,
+            speaker=speaker_label(delta.turn.speaker) if options.diarize else None,
             usage=usage if options.stream_usage else None,
         )
 

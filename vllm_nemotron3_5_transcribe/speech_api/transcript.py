@@ -55,15 +55,22 @@ class TranscriptReader:
     Args:
         control_tokens: texts that are markup wherever they stand.
         thinking: the prompt ends within a thought.
+        untagged_speaker: whose text it is that comes before the first tag.
     """
 
-    def __init__(self, control_tokens: Iterable[str], thinking: bool = False) -> None:
+    def __init__(
+        self,
+        control_tokens: Iterable[str],
+        thinking: bool = False,
+        untagged_speaker: str | None = None,
+    ) -> None:
         tokens = {*control_tokens, _THINK, _END_THINK}
         escaped = map(re.escape, sorted(tokens, key=len, reverse=True))
         self._markup = re.compile("|".join([_SPEAKER_TAG, *escaped]), re.IGNORECASE)
         # A tag with as many digits as anyone could mean.
         self._longest = max(*map(len, tokens), len("<spk:1234567>"))
         self._thinking = thinking
+        self._untagged_speaker = untagged_speaker
         self._unread = ""
         self._spaces = ""
         self._turns: list[Turn] = []
@@ -128,7 +135,7 @@ class TranscriptReader:
 
     def _add(self, text: str, deltas: list[Delta]) -> None:
         if not self._turns:
-            self._turns.append(Turn(None))
+            self._turns.append(Turn(self._untagged_speaker))
         turn = self._turns[-1]
         # White space is held back until it turns out not to be the last.
         text = self._spaces + text if turn.text else text.lstrip()

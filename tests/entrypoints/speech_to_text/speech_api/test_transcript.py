@@ -68,6 +68,13 @@ def test_text_before_the_first_tag_has_no_speaker():
     assert reader.tagged_text == "well <spk:0> one"
 
 
+@pytest.mark.parametrize("raw", ["well <spk:1> one", "<|im_end|>well <spk:1>one"])
+def test_text_before_the_first_tag_can_be_somebodys(raw):
+    reader, _ = read(raw, untagged_speaker="0")
+    assert reader.turns == [Turn("0", "well"), Turn("1", "one")]
+    assert reader.tagged_text == "<spk:0> well <spk:1> one"
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 100])
 def test_deltas_make_up_the_turns(pieces):
     raw = "<think>x</think> one  two <spk:0> three<|im_end|>"
