@@ -365,11 +365,18 @@ def ssm_arguments():
 BY_TOKEN = ("x", "dt", "B", "C")
 
 
-def test_states_after_every_token_are_those_of_single_steps():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
+def test_states_after_every_token_are_those_of_single_steps(uniform, dtype):
     """Bit for bit: the output and each kept state equal decoding without drafts."""
     update = CPUSSUBackend(MambaConfig())
     arguments = ssm_arguments()
-    state = torch.randn(14, HEADS, HEAD_DIM, STATE)
+    for name in BY_TOKEN:
+        arguments[name] = arguments[name].to(dtype)
+    starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32) if uniform else STARTS
+    # States lie in pages with others between them.
+    pages = torch.randn(14, 3, HEADS * HEAD_DIM * STATE)
+    state = pages[:, 1].view(14, HEADS, HEAD_DIM, STATE)
     before = state.clone()
     out = torch.empty_like(arguments["x"])
     cpu_mamba.update_state_with_drafts(
@@ -381,11 +388,11 @@ def test_states_after_every_token_are_those_of_single_steps():
         state_batch_indices=BLOCKS,
         dst_state_batch_indices=BLOCKS,
         num_accepted_tokens=ACCEPTED,
-        cu_seqlens=STARTS,
+        cu_seqlens=starts,
         null_block_id=0,
     )
     expected_state = before.clone()
-    for sequence, (start, end) in enumerate(pairwise(STARTS.tolist())):
+    for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
         running = before[BLOCKS[sequence, ACCEPTED[sequence] - 1]][None].clone()
         for step, token in enumerate(range(start, end)):
             single = {
