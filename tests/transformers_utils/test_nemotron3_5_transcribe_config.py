@@ -703,6 +703,8 @@ WRONG_TYPES = [
     ("pad_token_id", [0]),
     ("quantization_config", "fp8"),
     ("ctc_timestamp_decoder_config", []),
+    ("ctc_timestamps", True),
+    ("ctc_timestamps.enabled", "no"),
 ]
 WRONG_VALUES = [
     ("audio_locator_tag", "<audio>"),
@@ -1037,6 +1039,21 @@ def test_spawned_process_gets_the_config():
 
 
 # --------------------------------------------------------- word timing's sizes
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [({}, True), ({"adapter_path": "x"}, True), ({"enabled": False}, False)],
+)
+def test_word_timing_head_is_wanted_unless_told_otherwise(values, wanted):
+    assert Nemotron3_5TranscribeConfig(ctc_timestamps=values).wants_ctc_head == wanted
+    config = Nemotron3_5TranscribeConfig()
+    # As `--hf-overrides` does.
+    config.update({"ctc_timestamps": values})
+    assert config.wants_ctc_head == wanted
+    config.update({"ctc_timestamps": {"enabled": 1}})
+    with pytest.raises(TypeError, match="`ctc_timestamps.enabled`"):
+        _ = config.wants_ctc_head
 
 
 def test_ctc_sizes_from_metadata():

@@ -624,7 +624,9 @@ class Nemotron3_5TranscribeConfig(PretrainedConfig):
         self.ctc_config = Nemotron3_5TranscribeCTCConfig.from_decoder_config(
             root.section(CTC_CONFIG_KEY).values
         )
-        self.ctc_timestamps = root.section("ctc_timestamps").values
+        timestamps = root.section("ctc_timestamps")
+        timestamps.boolean("enabled", True)
+        self.ctc_timestamps = timestamps.values
         self.audio_token_id = root.number(
             "audio_token_id",
             self.output_vocab_size,
