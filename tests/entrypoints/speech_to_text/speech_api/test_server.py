@@ -499,7 +499,7 @@ def test_given_up_requests_leave_nothing_behind(server, client, text):
         ("transcriptions", {"vllm_xargs": "{"}, "vllm_xargs"),
         ("transcriptions", {"stream_include_usage": "true"}, "stream"),
         ("transcriptions", {"max_completion_tokens": "-5"}, "max_tokens"),
-        ("transcriptions", {"prompt": "word " * 40_000}, "65536"),
+        ("transcriptions", {"prompt": "word " * 40_000}, "context length"),
         # Timed words need time: so many letters a second nobody speaks.
         (
             "transcriptions",
