@@ -49,11 +49,29 @@ class TranscribeConfigDefaults(VerifyAndUpdateConfig):
             hf_config=vllm_config.model_config.hf_text_config,
         )
         parallel_config = vllm_config.parallel_config
+        _refuse_drafts_across_v1_stages(vllm_config)
         if not parallel_config.worker_extension_cls:
             parallel_config.worker_extension_cls = _WORKER_EXTENSION
         if current_platform.is_cpu():
             _run_eagerly_without_compiler(vllm_config.model_config)
             _limit_kv_cache(vllm_config)
+
+
+def _refuse_drafts_across_v1_stages(vllm_config: VllmConfig) -> None:
+    """Say early what vLLM's V1 runner would only crash on.
+
+    All of its stages ask for the drafter, which the last one alone has. The CPU knows
+    no other runner.
+    """
+    if (
+        vllm_config.speculative_config is not None
+        and vllm_config.parallel_config.pipeline_parallel_size > 1
+        and not vllm_config.use_v2_model_runner
+    ):
+        raise ValueError(
+            "Speculative decoding does not run with pipeline parallelism on vLLM's V1 "
+            "model runner: leave out --speculative-config or --pipeline-parallel-size."
+        )
 
 
 def _run_eagerly_without_compiler(model_config: ModelConfig) -> None:

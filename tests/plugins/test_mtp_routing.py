@@ -258,6 +258,12 @@ def test_replayed_states_are_refused():
         engine_config({"num_speculative_tokens": 2}, use_replayssm=True)
 
 
+def test_pipeline_stages_of_the_v1_runner_are_refused():
+    """It would crash at start: all stages ask for a drafter that only one has."""
+    with pytest.raises(ValueError, match="pipeline parallelism.*V1 model runner"):
+        engine_config({"num_speculative_tokens": 2}, pipeline_parallel_size=2)
+
+
 def test_config_of_the_engine_survives_pickling():
     """It travels to the engine core and to every worker."""
     config = engine_config({"num_speculative_tokens": 3})
