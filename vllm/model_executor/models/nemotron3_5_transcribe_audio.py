@@ -29,7 +29,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    LinearBase,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -903,8 +902,10 @@ def checkpoint_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Whole shape of every parameter, however it is sharded here."""
     shapes = {name: param.shape for name, param in module.named_parameters()}
     for prefix, child in module.named_modules():
-        tp_size = getattr(child, "tp_size", 1)
-        if not isinstance(child, LinearBase) or tp_size == 1:
+        # A replicated linear knows the number of ranks, too, but is whole on each.
+        if not isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+            continue
+        if (tp_size := child.tp_size) == 1:
             continue
         sharded = (
             "input_dim"
