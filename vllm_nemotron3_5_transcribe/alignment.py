@@ -51,8 +51,9 @@ __all__ = [
     "can_align_async",
 ]
 
-# Alignments computed side by side; the others wait.
-_THREADS = min(4, os.cpu_count() or 1)
+# Alignments computed side by side; the others wait. Of more threads, the event loop
+# notices the scramble for the interpreter lock.
+_THREADS = min(2, os.cpu_count() or 1)
 
 
 class _Aligner:
