@@ -11,9 +11,11 @@ import torch
 from tests.engine import CHECKPOINTS
 from tests.goldens import Goldens
 from tests.models.multimodal.tower import build_tower
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.nemotron3_5_transcribe_audio import (
     SpeakerCache,
     _batch_by_frames,
+    checkpoint_shapes,
     get_num_audio_tokens,
     get_num_mel_frames,
     normalize_per_feature,
@@ -161,6 +163,17 @@ def test_load_rejects_unknown_and_misshapen_tensors(tower):
         tower.load_weights([("encoder.asr_encoder.extra.weight", torch.zeros(1))])
     with pytest.raises(ValueError, match="perception.proj.bias.*expected"):
         tower.load_weights([("proj.bias", torch.zeros(3))])
+
+
+def test_replicated_linears_are_whole_on_every_rank(tower, monkeypatch):
+    """They know the number of tensor-parallel ranks, but are not sharded."""
+    replicated = [m for m in tower.modules() if isinstance(m, ReplicatedLinear)]
+    assert replicated
+    for module in replicated:
+        monkeypatch.setattr(module, "tp_size", 2)
+    assert checkpoint_shapes(tower) == {
+        name: param.shape for name, param in tower.named_parameters()
+    }
 
 
 def test_load_skips_what_inference_does_not_read(tower):
