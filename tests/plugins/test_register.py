@@ -234,6 +234,7 @@ def apply_defaults(
         Settings(
             cache_config=cache,
             model_config=model,
+            speculative_config=None,
             parallel_config=parallel or Settings(worker_extension_cls=""),
         )
     )

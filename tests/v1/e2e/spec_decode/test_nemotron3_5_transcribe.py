@@ -26,7 +26,7 @@ CLIPS = 40
 BLOCK = 128
 SMALL_BUDGET = {"max_num_batched_tokens": 24, "max_num_seqs": 4}
 # Room for some of the requests: others are preempted, and start over.
-SMALL_CACHE = {"num_gpu_blocks_override": 40, "max_model_len": 512}
+SMALL_CACHE = {"num_gpu_blocks_override": 30, "max_model_len": 512}
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 
 
