@@ -38,15 +38,6 @@ class Speed(NamedTuple):
     accepted: float
 
 
-def heldout_prompts(count: int) -> list[Any]:
-    numbers = [
-        number
-        for number, entry in enumerate(goldens.heldout_index())
-        if entry["prompt"] == "default"
-    ]
-    return [prompt(goldens.heldout(number)) for number in numbers[:count]]
-
-
 def measure(llm: Any, prompts: Sequence[Any], streams: int) -> Speed:
     """Generate for all prompts, at most `streams` at a time."""
     counts = DraftCounts(llm)
@@ -67,7 +58,8 @@ def measure(llm: Any, prompts: Sequence[Any], streams: int) -> Speed:
 
 def run(options: argparse.Namespace) -> dict[tuple[int, int], list[Speed]]:
     """Return the speeds of all repeats by (streams, drafts)."""
-    prompts = heldout_prompts(options.clips + WARM_UP)
+    clips = goldens.heldout_utterances(options.clips + WARM_UP)
+    prompts = [prompt(clip) for clip in clips]
     speeds = defaultdict(list)
     for repeat in range(options.repeats):
         for drafts in (0, *options.drafts):

@@ -117,6 +117,19 @@ def heldout(number: int) -> np.ndarray:
     return read_pcm(HELDOUT / entry["file"])[start : start + entry["samples"]]
 
 
+def heldout_utterances(count: int) -> list[np.ndarray]:
+    """Return the first one-speaker clips, int16 at 16 kHz.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    index = enumerate(heldout_index())
+    numbers = [n for n, entry in index if entry["prompt"] == "default"][:count]
+    if len(numbers) < count:
+        raise ValueError(f"{count} clips wanted, {len(numbers)} there")
+    return [heldout(number) for number in numbers]
+
+
 def build_clip(recipe: dict[str, Any]) -> np.ndarray:
     """Rebuild a clip from the recipe in a golden file.
 

@@ -29,11 +29,16 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm_nemotron3_5_transcribe.alignment import align
 from vllm_nemotron3_5_transcribe.speech_api import limits
 from vllm_nemotron3_5_transcribe.speech_api.answers import Usage
+from vllm_nemotron3_5_transcribe.speech_api.protocol import checked_language
 from vllm_nemotron3_5_transcribe.speech_api.segments import (
     build_segments,
     spread_segments,
 )
-from vllm_nemotron3_5_transcribe.speech_api.transcript import TranscriptReader, Turn
+from vllm_nemotron3_5_transcribe.speech_api.transcript import (
+    TranscriptReader,
+    Turn,
+    opens_thought,
+)
 
 
 @dataclass
@@ -122,8 +127,8 @@ def transcribe(
     """
     model_config = llm.llm_engine.model_config
     model_cls = get_model_cls(model_config)
-    language = _checked_language(model_cls, language, "language")
-    to_language = _checked_language(model_cls, to_language, "to_language")
+    language = checked_language(language, "language", model_cls)
+    to_language = checked_language(to_language, "to_language", model_cls)
     task = "translate" if to_language not in (None, language) else "transcribe"
     if task == "translate" and diarize:
         raise VLLMValidationError(
@@ -161,10 +166,9 @@ def transcribe(
     (output,) = llm.generate([engine_prompt], params, use_tqdm=False)
     completion = output.outputs[0]
 
-    text = engine_prompt["prompt"]
     reader = TranscriptReader(
         control_tokens(cached_tokenizer_from_config(model_config)),
-        thinking=text.rfind("<think>") > text.rfind("</think>"),
+        thinking=opens_thought(engine_prompt["prompt"]),
     )
     reader.read(completion.text, final=True)
     audio_tokens = model_cls.get_num_audio_tokens(seconds, stt_config, model_config)
@@ -210,13 +214,6 @@ def transcribe(
     result.words, result.diarization = alignment.words, alignment.diarization
     result.tag_map, result.failed_tags = alignment.tag_map, alignment.failed_tags
     return result
-
-
-def _checked_language(model_cls: Any, code: str | None, name: str) -> str | None:
-    try:
-        return model_cls.validate_language(code or None)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=name) from error
 
 
 def _load(audio: Any, sample_rate: float | None, target_rate: int) -> np.ndarray:

@@ -13,7 +13,6 @@ needs torchaudio's `forced_align`, which does not load beside the PyTorch of
 
 import argparse
 import base64
-import io
 import json
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import sentencepiece
 import torch
 import torchaudio
 import transformers
+from demo_tokenizer import train_pieces
 from transformers.models.nemotron3_5_transcribe.processing_nemotron3_5_transcribe import (  # noqa: E501
     Nemotron3_5TranscribeProcessor,
 )
@@ -51,24 +51,12 @@ SAMPLE_RATE, HOP = 16_000, 160
 
 def build_pieces() -> bytes:
     """Train a small BPE model; return it serialised."""
-    proto = io.BytesIO()
     letters = "abcdefghijklmnopqrstuvwxyzHM'-.,!?<>:0123456789"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([w for w in WORDS for _ in range(20)]),
-        model_writer=proto,
-        model_type="bpe",
-        vocab_size=320,
-        character_coverage=1.0,
+    return train_pieces(
+        [w for w in WORDS for _ in range(20)],
+        320,
         required_chars=letters + CHINESE + JAPANESE + KOREAN.replace(" ", ""),
-        bos_id=-1,
-        eos_id=-1,
-        pad_id=-1,
-        unk_id=0,
-        num_threads=1,
-        normalization_rule_name="identity",
-        minloglevel=2,
     )
-    return proto.getvalue()
 
 
 class PieceTokenizer:

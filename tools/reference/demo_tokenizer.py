@@ -9,7 +9,9 @@ own: spelled in characters, an instruction would be longer than a clip.
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 DEFAULT_PROMPT = (
     "Audio transcription. Language: as spoken. Wording: verbatim, including "
@@ -179,8 +181,14 @@ def build_tokenizer(directory: Path) -> None:
 _CJK = "你好世界今天明我是的不在有人中国一二三"
 
 
-def build_pieces(words: list[str], size: int = 176) -> bytes:
-    """Trains the alignment SentencePiece model on the vocabulary.
+def train_pieces(sentences: Iterable[str], size: int, **options: Any) -> bytes:
+    """Trains a BPE SentencePiece model, the same bytes every time.
+
+    Args:
+        sentences: What it is trained on.
+        size: Pieces, the unknown one included.
+        options: More of SentencePiece's own. What is given is written in the model,
+            also where it is the default.
 
     Returns:
         The serialised model.
@@ -188,15 +196,12 @@ def build_pieces(words: list[str], size: int = 176) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
-    sentences = [w for w in words for _ in range(50)]
-    sentences += list("abcdefghijklmnopqrstuvwxyz'")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
         model_writer=model,
         model_type="bpe",
         vocab_size=size,
         character_coverage=1.0,
-        required_chars="abcdefghijklmnopqrstuvwxyz'" + _CJK,
         bos_id=-1,
         eos_id=-1,
         pad_id=-1,
@@ -204,5 +209,17 @@ def build_pieces(words: list[str], size: int = 176) -> bytes:
         num_threads=1,
         normalization_rule_name="identity",
         minloglevel=2,
+        **options,
     )
     return model.getvalue()
+
+
+def build_pieces(words: list[str], size: int = 176) -> bytes:
+    """Trains the alignment SentencePiece model on the vocabulary.
+
+    Returns:
+        The serialised model.
+    """
+    letters = "abcdefghijklmnopqrstuvwxyz'"
+    sentences = [w for w in words for _ in range(50)] + list(letters)
+    return train_pieces(sentences, size, required_chars=letters + _CJK)

@@ -16,7 +16,6 @@ model equal those of the model in memory.
 """
 
 import argparse
-import io
 import json
 import sys
 import tempfile
@@ -25,7 +24,13 @@ from pathlib import Path
 
 import layout
 import torch
-from demo_tokenizer import AUDIO_TOKEN, CHAT_TEMPLATE, DEFAULT_PROMPT, SPEAKER_PROMPT
+from demo_tokenizer import (
+    AUDIO_TOKEN,
+    CHAT_TEMPLATE,
+    DEFAULT_PROMPT,
+    SPEAKER_PROMPT,
+    train_pieces,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Nemotron3_5TranscribeConfig,
@@ -300,24 +305,10 @@ def build_pieces() -> tuple[bytes, list[str]]:
     """Train the alignment SentencePiece model; return its bytes and its pieces."""
     import sentencepiece
 
-    proto = io.BytesIO()
     words = (DEFAULT_PROMPT + " " + SPEAKER_PROMPT).lower().split()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words * 20),
-        model_writer=proto,
-        model_type="bpe",
-        vocab_size=PIECES,
-        character_coverage=1.0,
-        bos_id=-1,
-        eos_id=-1,
-        pad_id=-1,
-        unk_id=0,
-        num_threads=1,
-        normalization_rule_name="identity",
-        minloglevel=2,
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
-    return proto.getvalue(), [pieces.id_to_piece(i) for i in range(len(pieces))]
+    proto = train_pieces(words * 20, PIECES)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    return proto, [pieces.id_to_piece(i) for i in range(len(pieces))]
 
 
 def build(out_dir: Path) -> None:

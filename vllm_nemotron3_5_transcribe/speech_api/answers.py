@@ -69,6 +69,10 @@ class Usage:
     def input_tokens(self) -> int:
         return self.audio_tokens + self.text_tokens
 
+    @property
+    def total_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
     def to_dict(self, type_: str) -> dict[str, Any]:
         """Report both tokens and seconds, as OpenAI's usage of this type.
 
@@ -81,7 +85,7 @@ class Usage:
             "seconds": math.ceil(self.seconds),
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
-            "total_tokens": self.input_tokens + self.output_tokens,
+            "total_tokens": self.total_tokens,
             "input_token_details": {
                 "audio_tokens": self.audio_tokens,
                 "text_tokens": self.text_tokens,

@@ -121,8 +121,8 @@ class SpeechOptions:
         granularities = getattr(request, names[0], None) or next(
             (extra[name] for name in names if extra.get(name)), []
         )
-        language = _language(request.language, "language", model_cls)
-        to_language = _language(request.to_language, "to_language", model_cls)
+        language = checked_language(request.language, "language", model_cls)
+        to_language = checked_language(request.to_language, "to_language", model_cls)
         if request.to_language and to_language is None:
             raise VLLMValidationError(
                 "'to_language' must be a language code: there is no translation into "
@@ -201,9 +201,14 @@ class SpeechOptions:
                 )
 
 
-def _language(
+def checked_language(
     code: str | None, parameter: str, model_cls: type[SupportsTranscription]
 ) -> str | None:
+    """The model's code for a language, None if it is not named.
+
+    Raises:
+        VLLMValidationError: the model does not know it; `parameter` named it.
+    """
     try:
         return model_cls.validate_language(code or None)
     except ValueError as error:

@@ -410,7 +410,7 @@ class _SpeechServing:
         decoding.metadata.final_usage_info = UsageInfo(
             prompt_tokens=usage.input_tokens,
             completion_tokens=usage.output_tokens,
-            total_tokens=usage.input_tokens + usage.output_tokens,
+            total_tokens=usage.total_tokens,
         )
         reasons = [piece.finish_reason for piece in pieces]
         transcript = Transcript(

@@ -32,10 +32,7 @@ NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 
 @pytest.fixture(scope="module")
 def clips():
-    entries = enumerate(goldens.heldout_index())
-    numbers = [i for i, entry in entries if entry["prompt"] == "default"][:CLIPS]
-    assert len(numbers) == CLIPS
-    return [goldens.heldout(number) for number in numbers]
+    return goldens.heldout_utterances(CLIPS)
 
 
 @contextlib.contextmanager
