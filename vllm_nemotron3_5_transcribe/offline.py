@@ -26,14 +26,11 @@ from vllm.model_executor.models.nemotron3_5_transcribe_alignment import (
 from vllm.multimodal.audio import resample_audio_pyav
 from vllm.multimodal.media.audio import load_audio
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm_nemotron3_5_transcribe.alignment import align
+from vllm_nemotron3_5_transcribe.alignment import AlignmentError, align
 from vllm_nemotron3_5_transcribe.speech_api import limits
 from vllm_nemotron3_5_transcribe.speech_api.answers import Usage
-from vllm_nemotron3_5_transcribe.speech_api.protocol import checked_language
-from vllm_nemotron3_5_transcribe.speech_api.segments import (
-    build_segments,
-    spread_segments,
-)
+from vllm_nemotron3_5_transcribe.speech_api.protocol import checked_task
+from vllm_nemotron3_5_transcribe.speech_api.segments import timed_segments
 from vllm_nemotron3_5_transcribe.speech_api.transcript import (
     TranscriptReader,
     Turn,
@@ -122,19 +119,15 @@ def transcribe(
 
     Raises:
         VLLMValidationError: audio that is none or too long, an unknown language,
-            or speakers of a translation.
-        AlignmentError: times are asked for, and cannot be had; see `align`.
+            a translation that is neither from nor into English, or its speakers.
+        AlignmentError: times of a transcript are asked for, and cannot be had; see
+            `align`.
     """
     model_config = llm.llm_engine.model_config
     model_cls = get_model_cls(model_config)
-    language = checked_language(language, "language", model_cls)
-    to_language = checked_language(to_language, "to_language", model_cls)
-    task = "translate" if to_language not in (None, language) else "transcribe"
-    if task == "translate" and diarize:
-        raise VLLMValidationError(
-            "Speakers are told apart in transcripts only.", parameter="diarize"
-        )
-
+    task, language, to_language = checked_task(
+        model_cls, language=language, to_language=to_language, diarize=diarize
+    )
     stt_config = model_cls.get_speech_to_text_config(model_config, task)
     samples = _load(audio, sample_rate, stt_config.sample_rate)
     seconds = len(samples) / stt_config.sample_rate
@@ -169,6 +162,7 @@ def transcribe(
     reader = TranscriptReader(
         control_tokens(cached_tokenizer_from_config(model_config)),
         thinking=opens_thought(engine_prompt["prompt"]),
+        diarize=diarize,
     )
     reader.read(completion.text, final=True)
     audio_tokens = model_cls.get_num_audio_tokens(seconds, stt_config, model_config)
@@ -188,19 +182,21 @@ def transcribe(
         return result
 
     turns = reader.turns if diarize else [Turn(None, reader.text)]
-    alignment = align(
-        llm,
-        samples,
-        reader.tagged_text if diarize else reader.text,
-        language=result.language,
-        diarize=diarize,
-    )
-    if task == "translate":
-        segments = spread_segments(turns, alignment.diarization, seconds)
-        # They are not what is heard.
-        alignment = Alignment(diarization=alignment.diarization)
-    else:
-        segments = build_segments(turns, alignment)
+    translated = task == "translate"
+    try:
+        alignment = align(
+            llm,
+            samples,
+            reader.tagged_text if diarize else reader.text,
+            language=result.language,
+            diarize=diarize,
+        )
+    except AlignmentError:
+        if not translated:
+            raise
+        # Nothing but who speaks when would have been used of it.
+        alignment = Alignment()
+    segments = timed_segments(turns, alignment, seconds, translated=translated)
     result.segments = [
         {
             "text": segment.text,

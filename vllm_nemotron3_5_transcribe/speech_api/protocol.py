@@ -121,26 +121,21 @@ class SpeechOptions:
         granularities = getattr(request, names[0], None) or next(
             (extra[name] for name in names if extra.get(name)), []
         )
-        language = checked_language(request.language, "language", model_cls)
-        to_language = checked_language(request.to_language, "to_language", model_cls)
-        if request.to_language and to_language is None:
-            raise VLLMValidationError(
-                "'to_language' must be a language code: there is no translation into "
-                f"{request.to_language!r}.",
-                parameter="to_language",
-            )
-        if route == "translate":
-            to_language = to_language or _PIVOT
-        if to_language == language:
-            # Nothing to translate.
-            to_language = None
+        diarize = request.response_format == "diarized_json" or _flag(
+            getattr(request, "diarize", extra.get("diarize"))
+        )
+        task, language, to_language = checked_task(
+            model_cls,
+            language=request.language,
+            to_language=request.to_language or (_PIVOT if route == "translate" else ""),
+            diarize=diarize,
+        )
         options = cls(
-            task="transcribe" if to_language is None else "translate",
+            task=task,
             response_format=request.response_format,
             words="word" in granularities,
             segments="segment" in granularities or not granularities,
-            diarize=request.response_format == "diarized_json"
-            or _flag(getattr(request, "diarize", extra.get("diarize"))),
+            diarize=diarize,
             language=language,
             to_language=to_language,
             stream=bool(request.stream),
@@ -185,23 +180,59 @@ class SpeechOptions:
             )
         if self.diarize and request.use_beam_search:
             refuse("Beam search drops speaker tags.", "use_beam_search")
-        if self.task == "translate":
-            if self.diarize:
-                refuse("Speakers are told apart in transcripts only.", "diarize")
-            if self.words:
-                refuse(
-                    "Words of a translation have no times in the recording.",
-                    "timestamp_granularities[]",
-                )
-            if self.language not in (None, _PIVOT) and self.to_language != _PIVOT:
-                refuse(
-                    "The model translates to and from English, not from "
-                    f"{self.language!r} to {self.to_language!r}.",
-                    "to_language",
-                )
+        if self.task == "translate" and self.words:
+            refuse(
+                "Words of a translation have no times in the recording.",
+                "timestamp_granularities[]",
+            )
 
 
-def checked_language(
+def checked_task(
+    model_cls: type[SupportsTranscription],
+    *,
+    language: str | None,
+    to_language: str | None,
+    diarize: bool,
+) -> tuple[TaskType, str | None, str | None]:
+    """What the model is to do, with its codes for the languages.
+
+    Args:
+        model_cls: knows the languages.
+        language: of the speech, None or `"auto"` if unknown.
+        to_language: to translate into, none for a transcript.
+        diarize: tell speakers apart.
+
+    Returns:
+        The task, the language of the speech (None if unknown) and that of the
+        translation (None if there is nothing to translate).
+
+    Raises:
+        VLLMValidationError: the model cannot do it; the parameter is named.
+    """
+    source = _checked_language(language, "language", model_cls)
+    target = _checked_language(to_language, "to_language", model_cls)
+    if to_language and target is None:
+        raise VLLMValidationError(
+            "'to_language' must be a language code: there is no translation into "
+            f"{to_language!r}.",
+            parameter="to_language",
+        )
+    if target in (None, source):
+        return "transcribe", source, None
+    if diarize:
+        raise VLLMValidationError(
+            "Speakers are told apart in transcripts only.", parameter="diarize"
+        )
+    if source not in (None, _PIVOT) and target != _PIVOT:
+        raise VLLMValidationError(
+            f"The model translates to and from English, not from {source!r} to "
+            f"{target!r}.",
+            parameter="to_language",
+        )
+    return "translate", source, target
+
+
+def _checked_language(
     code: str | None, parameter: str, model_cls: type[SupportsTranscription]
 ) -> str | None:
     """The model's code for a language, None if it is not named.

@@ -47,6 +47,24 @@ class Segment:
     aligned: bool = True
 
 
+def timed_segments(
+    turns: Sequence[Turn], alignment: Alignment, duration: float, *, translated: bool
+) -> list[Segment]:
+    """Cut a transcript, or a translation, into segments with times.
+
+    Args:
+        turns: of the transcript, in order.
+        alignment: of the same transcript. Its words are dropped of a translation: they
+            are not what is heard.
+        duration: of the recording, in seconds.
+        translated: see `spread_segments`.
+    """
+    if not translated:
+        return build_segments(turns, alignment)
+    alignment.words.clear()
+    return spread_segments(turns, alignment.diarization, duration)
+
+
 def build_segments(turns: Sequence[Turn], alignment: Alignment) -> list[Segment]:
     """Cut turns at sentences, pauses, and where a subtitle would be too long.
 

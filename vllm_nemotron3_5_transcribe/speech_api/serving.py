@@ -59,7 +59,7 @@ from .answers import (
 )
 from .formats import speaker_label, turn_opening
 from .protocol import SpeechOptions
-from .segments import Segment, build_segments, spread_segments
+from .segments import Segment, timed_segments
 from .transcript import Delta, TranscriptReader, Turn, opens_thought
 
 logger = init_logger("vllm.nemotron3_5_transcribe.speech_api")
@@ -306,8 +306,7 @@ class _SpeechServing:
             reader = TranscriptReader(
                 self._control_tokens,
                 self._prompt_thinks,
-                # Tags count from 0, and whoever speaks first has it.
-                untagged_speaker="0" if diarize else None,
+                diarize=diarize,
             )
             audio_tokens = self.model_cls.get_num_audio_tokens(
                 len(clip) / rate, self.asr_config, self.model_config
@@ -433,14 +432,11 @@ class _SpeechServing:
     ) -> None:
         """Add the segments and words of one piece to the transcript."""
         turns = transcript.turns or [Turn(None, piece.reader.text)]
-        if options.task == "translate":
-            alignment = await self._align_or_none(piece, options)
-            duration = len(piece.audio) / self.asr_config.sample_rate
-            segments = spread_segments(turns, alignment.diarization, duration)
-            alignment.words.clear()
-        else:
-            alignment = await self._align(piece, options)
-            segments = build_segments(turns, alignment)
+        translated = options.task == "translate"
+        align = self._align_or_none if translated else self._align
+        alignment = await align(piece, options)
+        duration = len(piece.audio) / self.asr_config.sample_rate
+        segments = timed_segments(turns, alignment, duration, translated=translated)
         for timed in (*segments, *alignment.words, *alignment.diarization):
             timed.start += piece.offset
             timed.end += piece.offset

@@ -55,14 +55,15 @@ class TranscriptReader:
     Args:
         control_tokens: texts that are markup wherever they stand.
         thinking: the prompt ends within a thought.
-        untagged_speaker: whose text it is that comes before the first tag.
+        diarize: the model was asked for speaker tags, so that text before the first one
+            is the first speaker's.
     """
 
     def __init__(
         self,
         control_tokens: Iterable[str],
         thinking: bool = False,
-        untagged_speaker: str | None = None,
+        diarize: bool = False,
     ) -> None:
         tokens = {*control_tokens, _THINK, _END_THINK}
         escaped = map(re.escape, sorted(tokens, key=len, reverse=True))
@@ -70,7 +71,8 @@ class TranscriptReader:
         # A tag with as many digits as anyone could mean.
         self._longest = max(*map(len, tokens), len("<spk:1234567>"))
         self._thinking = thinking
-        self._untagged_speaker = untagged_speaker
+        # Tags count from 0, and whoever speaks first has it.
+        self._untagged_speaker = "0" if diarize else None
         self._unread = ""
         self._spaces = ""
         self._turns: list[Turn] = []

@@ -92,6 +92,13 @@ def test_speakers(llm):
     assert {word.speaker for word in result.words} == set(result.tag_map)
 
 
+def test_text_before_the_first_tag_is_the_first_speakers(llm):
+    _, audio = timed_clip("speakers")
+    llm.answer = "hello <spk:1> goodbye"
+    result = transcribe(llm, audio, diarize=True)
+    assert [segment["speaker"] for segment in result.segments] == ["0", "1"]
+
+
 def test_files_bytes_channels_and_rates(llm, tmp_path):
     entry, audio = timed_clip("words")
     llm.answer = entry["text"]
@@ -129,6 +136,14 @@ def test_translation_has_segments_but_no_words(llm):
     assert [segment["text"] for segment in result.segments] == ["Hallo.", "Gut."]
 
 
+def test_a_translation_that_cannot_be_aligned_is_laid_over_the_recording(llm):
+    _, audio = timed_clip("words")
+    llm.answer = "……"
+    result = transcribe(llm, audio, language="en", to_language="zh")
+    assert "".join(segment["text"] for segment in result.segments) == "……"
+    assert result.segments[-1]["end"] == pytest.approx(result.duration, abs=1e-3)
+
+
 def test_without_times_or_words_nothing_is_aligned(llm):
     _, audio = timed_clip("words")
     llm.answer = "hello"
@@ -153,6 +168,10 @@ def test_bad_input_is_refused(llm, tmp_path):
         transcribe(llm, audio, language="klingon")
     with pytest.raises(VLLMValidationError, match="transcripts only"):
         transcribe(llm, audio, to_language="de", diarize=True)
+    with pytest.raises(VLLMValidationError, match="to and from English"):
+        transcribe(llm, audio, language="de", to_language="fr")
+    with pytest.raises(VLLMValidationError, match="no translation into 'auto'"):
+        transcribe(llm, audio, to_language="auto")
     assert not llm.asked
     llm.answer = "……"
     with pytest.raises(AlignmentError, match="no words"):

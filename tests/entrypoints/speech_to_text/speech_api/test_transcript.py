@@ -70,7 +70,7 @@ def test_text_before_the_first_tag_has_no_speaker():
 
 @pytest.mark.parametrize("raw", ["well <spk:1> one", "<|im_end|>well <spk:1>one"])
 def test_text_before_the_first_tag_can_be_somebodys(raw):
-    reader, _ = read(raw, untagged_speaker="0")
+    reader, _ = read(raw, diarize=True)
     assert reader.turns == [Turn("0", "well"), Turn("1", "one")]
     assert reader.tagged_text == "<spk:0> well <spk:1> one"
 
