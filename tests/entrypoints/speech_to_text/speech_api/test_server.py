@@ -255,14 +255,19 @@ def test_stream(client, text, format_):
     check_usage(done.usage, WORDS, "tokens")
 
 
-def test_stream_ends_as_server_sent_events_do(server):
+def post_for_stream(server, route):
+    """The bare response, as a client without OpenAI's library has it."""
     with WORDS.open("rb") as file:
-        response = requests.post(
-            f"{server.url}/v1/audio/transcriptions",
+        return requests.post(
+            f"{server.url}/v1/audio/{route}",
             files={"file": file},
             data={"stream": "true"},
             timeout=300,
         )
+
+
+def test_stream_ends_as_server_sent_events_do(server):
+    response = post_for_stream(server, "transcriptions")
     assert response.headers["content-type"].startswith("text/event-stream")
     events = response.text.strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
@@ -347,13 +352,7 @@ def test_to_language(client):
 
 
 def test_translations_are_streamed(server):
-    with WORDS.open("rb") as file:
-        response = requests.post(
-            f"{server.url}/v1/audio/translations",
-            files={"file": file},
-            data={"stream": "true"},
-            timeout=300,
-        )
+    response = post_for_stream(server, "translations")
     *events, last = response.text.strip().split("\n\n")
     assert last == "data: [DONE]"
     events = [json.loads(event.removeprefix("data: ")) for event in events]
