@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Output tokens a second, and accepted drafts, with and without MTP.
 
-    .venv/bin/python -m benchmarks.mtp examples/demo/checkpoint
+    .venv/bin/python tools/reference/corpus.py heldout --count 220 --out clips
+    .venv/bin/python -m benchmarks.mtp examples/demo/checkpoint clips
 
 Each repeat starts one engine after the other, without drafts and with 1 to 4, so that
 what else the machine does hits all of them alike; ratios are taken within a repeat.
-Clips are the held-out ones of the tests, without the first few, which warm up.
+The first few clips of the folder warm up, the next ones count.
 
 Of one stream, `decoding` counts from the first token to the last one, and `request`
 all of a request, the audio tower included. Of more streams there is only `request`.
@@ -22,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests import goldens
 from tests.drafts import DraftCounts, greedy, mtp, prompt, token_ids
 from tests.engine import offline_engine
+from tools.word_error_rate import read_clips
 
 WARM_UP = 4
 MAX_MODEL_LEN = 1024
@@ -58,8 +59,8 @@ def measure(llm: Any, prompts: Sequence[Any], streams: int) -> Speed:
 
 def run(options: argparse.Namespace) -> dict[tuple[int, int], list[Speed]]:
     """Return the speeds of all repeats by (streams, drafts)."""
-    clips = goldens.heldout_utterances(options.clips + WARM_UP)
-    prompts = [prompt(clip) for clip in clips]
+    clips = read_clips(options.folder)[: options.clips + WARM_UP]
+    prompts = [prompt(clip["audio"]) for clip in clips]
     speeds = defaultdict(list)
     for repeat in range(options.repeats):
         for drafts in (0, *options.drafts):
@@ -113,6 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint")
+    parser.add_argument("folder", type=Path, help="of clips, see tools/word_error_rate")
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=3)
