@@ -43,7 +43,6 @@ from transformers.models.nemotron3_5_transcribe import (
 )
 
 SEED = 20261201
-PEAK_RATE = 1.6e-3
 CHUNK = 500  # encoder frames; longer clips run in chunks with a speaker cache
 
 
@@ -278,7 +277,7 @@ class Teacher(nn.Module):
         return out, right
 
 
-def rate(step: int, steps: int, peak: float, warmup: int = 150) -> float:
+def rate(step: int, steps: int, peak: float, warmup: int) -> float:
     """Linear warm-up, then a cosine down to a hundredth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -292,6 +291,63 @@ def parameter_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.02},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+
+
+class Descent:
+    """Optimiser steps that all processes take together, and the average over them.
+
+    Args:
+        module: Whose routers are kept in balance.
+        parameters: What is trained.
+        steps: How many steps there will be.
+        peak: Highest learning rate.
+        warmup: Steps until it is reached.
+        decay: Of the average.
+        fused: AdamW's fused kernel, faster and not the same to the last bit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        steps: int,
+        peak: float,
+        *,
+        warmup: int = 150,
+        decay: float = 0.997,
+        fused: bool = True,
+    ):
+        self.parameters = parameters
+        self.steps = steps
+        self.peak = peak
+        self.warmup = warmup
+        self.done = 0
+        self.balance = RouterBalance(module)
+        self.average = Average(parameters, decay)
+        self.optimiser = torch.optim.AdamW(
+            parameter_groups(parameters),
+            lr=peak,
+            betas=(0.9, 0.98),
+            eps=1e-9,
+            fused=fused,
+        )
+
+    def step(self, loss: torch.Tensor | None) -> None:
+        """Takes a step down; without a loss along the other processes' gradients."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate(self.done, self.steps, self.peak, self.warmup)
+        self.optimiser.zero_grad()
+        if loss is not None:
+            loss.backward()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        exchange(self.parameters, self.balance.counts)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimiser.step()
+        self.balance.step()
+        self.average.step()
+        self.done += 1
 
 
 def report(stage: str, step: int, steps: int, started: float, text: str) -> None:
@@ -318,31 +374,14 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
     batches = StepBatches(work / "cache", assembler, steps, SEED, rank, world)
     parameters = [p for p in model.parameters() if p.requires_grad]
     parameters += teacher.parameters()
-    optimiser = torch.optim.AdamW(
-        parameter_groups(parameters),
-        lr=PEAK_RATE,
-        betas=(0.9, 0.98),
-        eps=1e-9,
-        fused=True,
-    )
-    balance = RouterBalance(model)
-    average = Average(parameters, 0.997)
+    descent = Descent(model, parameters, steps, 1.6e-3)
     model.train()
     started, sums, rights = time.monotonic(), {}, []
     for step in range(steps):
         batch = batches[step]
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, PEAK_RATE)
         parts, right = teacher(model, batch, mask_bands=step > 0.2 * steps)
         total = sum(teacher.WEIGHTS[name] * part for name, part in parts.items())
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        total.backward()
-        exchange(parameters, balance.counts)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        balance.step()
-        average.step()
+        descent.step(total)
         for key, value in parts.items():
             sums.setdefault(f"{batch.kind} {key}", []).append(value.item())
         rights.append(right)
@@ -351,7 +390,7 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
             text += " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
             report("base", step, steps, started, text)
             sums, rights = {}, []
-    average.store()
+    descent.average.store()
     if rank == 0:
         torch.save(model.state_dict(), work / "base.pt")
     torch.distributed.destroy_process_group()
@@ -427,19 +466,12 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
         lambda module, inputs, output: seen.append(output)
     )
     parameters = [*model.parameters(), *scout.parameters()]
-    optimiser = torch.optim.AdamW(
-        parameter_groups(parameters), lr=1e-3, betas=(0.9, 0.98), eps=1e-9
-    )
-    average = Average(parameters, 0.997)
+    descent = Descent(model, parameters, steps, 1e-3, fused=False)
     model.train()
     started, sums = time.monotonic(), []
     for step in range(steps):
         batch = batches[step]
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, 1e-3)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        figures = [0.0] * 4
+        loss, figures = None, [0.0] * 4
         if len(batch.features):
             seen.clear()
             hidden = model.model(
@@ -455,15 +487,12 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
             voices = batch.voice_targets[known]
             voice = F.cross_entropy(guess[known][:, :-1], voices)
             pitch = F.mse_loss(guess[known][:, -1], octaves[voices])
-            (speaker + 0.3 * voice + 2.0 * pitch).backward()
+            loss = speaker + 0.3 * voice + 2.0 * pitch
             talk = batch.activity.sum(2) > 0
             same = ((logits > 0) == batch.activity.bool()).all(2)
             right = same[talk].float().mean()
             figures = [t.item() for t in (speaker, voice, pitch, right)]
-        exchange(parameters, [])
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        average.step()
+        descent.step(loss)
         sums.append(figures)
         if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
             mean = torch.tensor(sums).mean(0).tolist()
@@ -471,7 +500,7 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
             text += f"frames right {mean[3]:.3f}"
             report("diarizer", step, steps, started, text)
             sums = []
-    average.store()
+    descent.average.store()
     parametrize.remove_parametrizations(projection, "weight")
     if rank == 0:
         torch.save(model.state_dict(), work / "diarizer.pt")
@@ -508,15 +537,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
         work / "cache", assembler, steps, SEED + 1, rank, world, plan="all"
     )
     parameters = [p for p in head.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(
-        parameter_groups(parameters),
-        lr=2e-3,
-        betas=(0.9, 0.98),
-        eps=1e-9,
-        fused=True,
-    )
-    balance = RouterBalance(head)
-    average = Average(parameters, 0.995)
+    descent = Descent(head, parameters, steps, 2e-3, warmup=50, decay=0.995)
     started, sums = time.monotonic(), []
     for step in range(steps):
         batch = batches[step]
@@ -528,19 +549,10 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
             hidden = model.model.language_model(
                 inputs_embeds=embeds, use_cache=False
             ).last_hidden_state
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, 2e-3, 50)
         loss, shares = mtp_losses(
             head, model.lm_head, embeds, hidden, batch.labels, MTP_DEPTHS
         )
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        loss.backward()
-        exchange(parameters, balance.counts)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        balance.step()
-        average.step()
+        descent.step(loss)
         sums.append([loss.item(), *shares])
         if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
             mean = torch.tensor(sums).mean(0).tolist()
@@ -548,7 +560,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
             text += " ".join(f"{share:.3f}" for share in mean[1:])
             report("mtp", step, steps, started, text)
             sums = []
-    average.store()
+    descent.average.store()
     if rank == 0:
         torch.save(head.state_dict(), work / "mtp.pt")
     torch.distributed.destroy_process_group()
