@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Two workers on the CPU say what one says: tokens, words and speakers."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.drafts import DraftCounts, greedy, mtp, prompt, token_ids
+from tests.engine import CHECKPOINTS, offline_engine
+from tests.goldens import heldout, heldout_index, heldout_utterances
+from vllm_nemotron3_5_transcribe.offline import Transcription, transcribe
+
+pytestmark = pytest.mark.engine
+
+CLIPS = 16
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, **mtp(3)}
+# vLLM's V1 runner has no drafts across stages.
+PIPELINE_PARALLEL = {"pipeline_parallel_size": 2}
+
+
+class Said(NamedTuple):
+    """Ids and accepted drafts of a few clips, and all that is known of another."""
+
+    ids: list[list[int]]
+    accepted: float
+    result: Transcription
+
+
+def speaker_clip() -> np.ndarray:
+    number = next(n for n, e in enumerate(heldout_index()) if e["prompt"] == "speakers")
+    return heldout(number).astype(np.float32) / 32768
+
+
+def say(**options: Any) -> Said:
+    with offline_engine(
+        CHECKPOINTS["demo"], enforce_eager=True, disable_log_stats=False, **options
+    ) as llm:
+        counts = DraftCounts(llm)
+        prompts = [prompt(clip) for clip in heldout_utterances(CLIPS)]
+        ids = token_ids(greedy(llm, prompts))
+        accepted = counts.accepted_per_step()
+        return Said(ids, accepted, transcribe(llm, speaker_clip(), diarize=True))
+
+
+@pytest.fixture(scope="module")
+def environment():
+    with pytest.MonkeyPatch.context() as patch:
+        # Otherwise vLLM gives each worker the cores of a NUMA node of its own.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(environment):
+    return say()
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def two_workers(request, environment):
+    kinds = {"tensor": TENSOR_PARALLEL, "pipeline": PIPELINE_PARALLEL}
+    return request.param, say(**kinds[request.param])
+
+
+def test_tokens_are_the_same(two_workers, expected):
+    kind, said = two_workers
+    assert said.ids == expected.ids
+    assert said.accepted >= 2 if kind == "tensor" else not said.accepted
+
+
+def test_words_and_speakers_are_the_same(two_workers, expected):
+    found, wanted = two_workers[1].result, expected.result
+    assert found.text == wanted.text and found.tag_map == wanted.tag_map
+    assert [(word.text, word.speaker) for word in found.words] == [
+        (word.text, word.speaker) for word in wanted.words
+    ]
+    times = [[(w.start, w.end) for w in result.words] for result in (found, wanted)]
+    # Sums in another order may move a word's border to the next frame of 40 ms.
+    np.testing.assert_allclose(*times, atol=0.041)
