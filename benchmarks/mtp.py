@@ -5,21 +5,24 @@
     .venv/bin/python tools/reference/corpus.py heldout --count 220 --out clips
     .venv/bin/python -m benchmarks.mtp examples/demo/checkpoint clips
 
-Each repeat starts one engine after the other, without drafts and with 1 to 4, so that
-what else the machine does hits all of them alike; ratios are taken within a repeat.
-The first few clips of the folder warm up, the next ones count.
+All engines, without drafts and with 1 to 4, are there at once and take turns, clip by
+clip, so that what else the machine does hits all of them alike; ratios are taken within
+a repeat. Each time a clip is a little quieter, so that no cache answers it.
 
 Of one stream, `decoding` counts from the first token to the last one, and `request`
 all of a request, the audio tower included. Of more streams there is only `request`.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,58 +30,109 @@ from tests.drafts import DraftCounts, greedy, mtp, prompt, token_ids
 from tests.engine import offline_engine
 from tools.word_error_rate import read_clips
 
-WARM_UP = 4
 MAX_MODEL_LEN = 1024
+MAX_TOKENS = 120
 
 
 class Speed(NamedTuple):
-    """Tokens a second of one engine, and the drafts accepted in a step."""
+    """Tokens a second of one engine."""
 
     request: float
     decoding: float | None
-    accepted: float
 
 
-def measure(llm: Any, prompts: Sequence[Any], streams: int) -> Speed:
-    """Generate for all prompts, at most `streams` at a time."""
-    counts = DraftCounts(llm)
-    start = time.perf_counter()
-    if streams == 1:
-        outputs = [greedy(llm, [one])[0] for one in prompts]
-    else:
-        outputs = greedy(llm, prompts)
-    seconds = time.perf_counter() - start
-    lengths = [len(ids) for ids in token_ids(outputs)]
-    decoding = None
-    if streams == 1:
-        times = [output.metrics for output in outputs]
-        spent = sum(time.last_token_ts - time.first_token_ts for time in times)
-        decoding = (sum(lengths) - len(lengths)) / spent
-    return Speed(sum(lengths) / seconds, decoding, counts.accepted_per_step())
+@dataclass
+class Tally:
+    """What an engine has done.
+
+    Attributes:
+        tokens, seconds: generated, and the time that it took.
+        decoded, decoding_seconds: the same from the first token of a request on.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    decoded: int = 0
+    decoding_seconds: float = 0.0
+
+    def generate(self, llm: Any, prompts: Sequence[Any]) -> None:
+        start = time.perf_counter()
+        outputs = greedy(llm, prompts, MAX_TOKENS)
+        self.seconds += time.perf_counter() - start
+        for ids, output in zip(token_ids(outputs), outputs, strict=True):
+            self.tokens += len(ids)
+            self.decoded += len(ids) - 1
+            times = output.metrics
+            self.decoding_seconds += times.last_token_ts - times.first_token_ts
 
 
-def run(options: argparse.Namespace) -> dict[tuple[int, int], list[Speed]]:
-    """Return the speeds of all repeats by (streams, drafts)."""
-    clips = read_clips(options.folder)[: options.clips + WARM_UP]
-    prompts = [prompt(clip["audio"]) for clip in clips]
-    speeds = defaultdict(list)
-    for repeat in range(options.repeats):
+def measure(
+    engines: Mapping[int, Any], prompts: Sequence[Any], streams: int
+) -> dict[int, Speed]:
+    """Generate for all prompts with all engines.
+
+    Args:
+        engines: by their number of drafts.
+        streams: 1 for one prompt at a time; engines bound a larger number themselves.
+    """
+    tallies = {drafts: Tally() for drafts in engines}
+    for group in [[one] for one in prompts] if streams == 1 else [prompts]:
+        for drafts, llm in engines.items():
+            tallies[drafts].generate(llm, group)
+    return {
+        drafts: Speed(
+            tally.tokens / tally.seconds,
+            tally.decoded / tally.decoding_seconds if streams == 1 else None,
+        )
+        for drafts, tally in tallies.items()
+    }
+
+
+class Runs(NamedTuple):
+    """All that is measured.
+
+    Attributes:
+        accepted: mean drafts accepted in a step, by the number of drafts.
+        speeds: of all repeats, by (streams, drafts).
+    """
+
+    accepted: dict[int, float]
+    speeds: dict[tuple[int, int], list[Speed]]
+
+
+def run(options: argparse.Namespace) -> Runs:
+    clips = read_clips(options.folder)[: options.clips]
+    loudness = itertools.count()
+
+    def prompts() -> list[Any]:
+        gain = 1 - 1e-3 * next(loudness)
+        return [prompt(gain * clip["audio"]) for clip in clips]
+
+    runs, engines = Runs({}, defaultdict(list)), {}
+    with contextlib.ExitStack() as stack:
         for drafts in (0, *options.drafts):
-            with offline_engine(
-                options.checkpoint,
-                dtype=options.dtype,
-                enforce_eager=options.enforce_eager,
-                disable_log_stats=False,
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=max(options.streams),
-                **mtp(drafts),
-            ) as llm:
-                for streams in options.streams:
-                    measure(llm, prompts[:WARM_UP], streams)
-                    speed = measure(llm, prompts[WARM_UP:], streams)
-                    speeds[streams, drafts].append(speed)
-                    print(f"repeat {repeat + 1}, {streams=}, {drafts=}: {speed}")
-    return speeds
+            llm = engines[drafts] = stack.enter_context(
+                offline_engine(
+                    options.checkpoint,
+                    dtype=options.dtype,
+                    enforce_eager=options.enforce_eager,
+                    disable_log_stats=False,
+                    max_model_len=MAX_MODEL_LEN,
+                    max_num_seqs=max(options.streams),
+                    **mtp(drafts),
+                )
+            )
+            # Now, since the counters are those of the newest engine; it warms up, too.
+            counts = DraftCounts(llm)
+            greedy(llm, prompts(), MAX_TOKENS)
+            runs.accepted[drafts] = counts.accepted_per_step()
+        for repeat, streams in itertools.product(
+            range(1, options.repeats + 1), options.streams
+        ):
+            for drafts, speed in measure(engines, prompts(), streams).items():
+                runs.speeds[streams, drafts].append(speed)
+                print(f"{repeat=}, {streams=}, {drafts=}: {speed}", flush=True)
+    return runs
 
 
 def median_and_range(values: Sequence[float]) -> str:
@@ -86,17 +140,17 @@ def median_and_range(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table(speeds: dict[tuple[int, int], list[Speed]]) -> str:
+def table(runs: Runs) -> str:
     """Return a Markdown table: medians, ratios to no drafts with their range."""
     lines = [
         "| streams | drafts | accepted | tokens/s | ratio | decoding | ratio |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (streams, drafts), runs in sorted(speeds.items()):
-        base = speeds[streams, 0]
-        cells = [str(streams), str(drafts), f"{runs[0].accepted:.2f}"]
+    for (streams, drafts), speeds in sorted(runs.speeds.items()):
+        base = runs.speeds[streams, 0]
+        cells = [str(streams), str(drafts), f"{runs.accepted[drafts]:.2f}"]
         for field in ("request", "decoding"):
-            values = [getattr(speed, field) for speed in runs]
+            values = [getattr(speed, field) for speed in speeds]
             if None in values:
                 cells += ["", ""]
                 continue
@@ -125,15 +179,15 @@ def main() -> None:
     options = parser.parse_args()
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    speeds = run(options)
+    runs = run(options)
     if options.json:
         rows = [
             {"streams": streams, "drafts": drafts, **speed._asdict()}
-            for (streams, drafts), runs in speeds.items()
-            for speed in runs
+            for (streams, drafts), speeds in runs.speeds.items()
+            for speed in speeds
         ]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(speeds))
+    print(table(runs))
 
 
 if __name__ == "__main__":
