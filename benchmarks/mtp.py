@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Output tokens a second, and accepted drafts, with and without MTP.
 
-    .venv/bin/python tools/reference/corpus.py heldout --count 220 --out clips
+    .venv/bin/python tools/reference/corpus.py heldout --kind speakers \\
+        --count 40 --out clips
     .venv/bin/python -m benchmarks.mtp examples/demo/checkpoint clips
 
 All engines, without drafts and with 1 to 4, are there at once and take turns, clip by
