@@ -194,8 +194,10 @@ def transcribe(
     except AlignmentError:
         if not translated:
             raise
-        # Nothing but who speaks when would have been used of it.
         alignment = Alignment()
+    if translated:
+        # The words are not what is heard, so their times mean nothing.
+        alignment = Alignment(diarization=alignment.diarization)
     segments = timed_segments(turns, alignment, seconds, translated=translated)
     result.segments = [
         {

@@ -54,15 +54,13 @@ def timed_segments(
 
     Args:
         turns: of the transcript, in order.
-        alignment: of the same transcript. Its words are dropped of a translation: they
-            are not what is heard.
+        alignment: of the same transcript; of a translation only who speaks when.
         duration: of the recording, in seconds.
         translated: see `spread_segments`.
     """
-    if not translated:
-        return build_segments(turns, alignment)
-    alignment.words.clear()
-    return spread_segments(turns, alignment.diarization, duration)
+    if translated:
+        return spread_segments(turns, alignment.diarization, duration)
+    return build_segments(turns, alignment)
 
 
 def build_segments(turns: Sequence[Turn], alignment: Alignment) -> list[Segment]:

@@ -475,8 +475,7 @@ class _SpeechServing:
     async def _align_or_none(self, piece: _Piece, options: SpeechOptions) -> Alignment:
         """Say who speaks when; nothing where the checkpoint cannot."""
         try:
-            # The times of the words mean nothing: they are not what is heard.
-            return await align_async(
+            alignment = await align_async(
                 self.engine_client,
                 piece.audio,
                 piece.reader.text,
@@ -485,6 +484,8 @@ class _SpeechServing:
             )
         except AlignmentError:
             return Alignment()
+        # The words are not what is heard, so their times mean nothing.
+        return Alignment(diarization=alignment.diarization)
 
     def _tokens_by_segment(
         self, piece: _Piece, segments: list[Segment]

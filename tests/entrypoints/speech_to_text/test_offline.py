@@ -133,6 +133,7 @@ def test_translation_has_segments_but_no_words(llm):
     result = transcribe(llm, audio, language="en", to_language="de")
     assert "into German" in llm.asked[0][0]["prompt"]
     assert result.language == "de" and not result.words
+    assert result.diarization and not result.tag_map and not result.failed_tags
     assert [segment["text"] for segment in result.segments] == ["Hallo.", "Gut."]
 
 
