@@ -130,6 +130,13 @@ def heldout_utterances(count: int) -> list[np.ndarray]:
     return [heldout(number) for number in numbers]
 
 
+def heldout_speakers() -> np.ndarray:
+    """Return the first clip of several speakers, float32 at 16 kHz."""
+    index = enumerate(heldout_index())
+    number = next(n for n, entry in index if entry["prompt"] == "speakers")
+    return heldout(number).astype(np.float32) / 32768
+
+
 def build_clip(recipe: dict[str, Any]) -> np.ndarray:
     """Rebuild a clip from the recipe in a golden file.
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.drafts import DraftCounts, greedy, mtp, prompt, token_ids
 from tests.engine import CHECKPOINTS, offline_engine
-from tests.goldens import heldout, heldout_index, heldout_utterances
+from tests.goldens import heldout_speakers, heldout_utterances
 from vllm_nemotron3_5_transcribe.offline import Transcription, transcribe
 
 pytestmark = pytest.mark.engine
@@ -25,11 +25,6 @@ class Said(NamedTuple):
     result: Transcription
 
 
-def speaker_clip() -> np.ndarray:
-    number = next(n for n, e in enumerate(heldout_index()) if e["prompt"] == "speakers")
-    return heldout(number).astype(np.float32) / 32768
-
-
 def say(**options: Any) -> Said:
     with offline_engine(
         CHECKPOINTS["demo"], enforce_eager=True, disable_log_stats=False, **options
@@ -38,7 +33,7 @@ def say(**options: Any) -> Said:
         prompts = [prompt(clip) for clip in heldout_utterances(CLIPS)]
         ids = token_ids(greedy(llm, prompts))
         accepted = counts.accepted_per_step()
-        return Said(ids, accepted, transcribe(llm, speaker_clip(), diarize=True))
+        return Said(ids, accepted, transcribe(llm, heldout_speakers(), diarize=True))
 
 
 @pytest.fixture(scope="module")

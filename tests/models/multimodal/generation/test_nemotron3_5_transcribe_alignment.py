@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from tests.engine import CHECKPOINTS, KV_CACHE_BYTES, offline_engine
-from tests.goldens import Goldens, heldout, heldout_index
+from tests.goldens import Goldens, heldout, heldout_index, heldout_speakers
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -33,11 +33,6 @@ TEXT = "one two three"
 def heldout_clip(number: int) -> tuple[np.ndarray, str]:
     """Samples and reference transcript of a held-out clip."""
     return heldout(number).astype(np.float32) / 32768, heldout_index()[number]["text"]
-
-
-def clip_with_speakers() -> np.ndarray:
-    numbers = [n for n, e in enumerate(heldout_index()) if e["prompt"] == "speakers"]
-    return heldout_clip(numbers[0])[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,7 @@ def test_transcribe_takes_files_bytes_and_other_rates(llm, tmp_path):
 
 
 def test_transcribe_tells_speakers_apart(llm):
-    result = transcribe(llm, clip_with_speakers(), diarize=True)
+    result = transcribe(llm, heldout_speakers(), diarize=True)
     assert "<spk:" not in result.text
     tags = {segment["speaker"] for segment in result.segments}
     assert tags == {word.speaker for word in result.words} | set(result.failed_tags)
