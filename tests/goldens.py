@@ -36,11 +36,20 @@ def _hash(seed: int, start: int, count: int) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
+def noise_floor(seed: int, num_samples: int) -> np.ndarray:
+    """Make (num_samples,) int64 white noise at -41 dB, as int16 samples count.
+
+    Without one the quiet bands of a loud frame would be what a float32 transform
+    leaves of them: on each machine something else.
+    """
+    return (_hash(seed, 0, num_samples) >> np.uint64(54)).astype(np.int64) - 512
+
+
 def synthetic(seed: int, num_samples: int) -> np.ndarray:
     """Make a speech-like test signal that is the same on every machine.
 
     Integer arithmetic only: bursts of five buzzing "speakers" (triangle waves at a
-    gliding pitch and two higher partials), hisses, overlaps and pauses, over a weak
+    gliding pitch and two higher partials), hisses, overlaps and pauses, over a
     noise floor.
 
     Args:
@@ -51,8 +60,7 @@ def synthetic(seed: int, num_samples: int) -> np.ndarray:
     Returns:
         (num_samples,) int16.
     """
-    floor = (_hash(seed, 0, num_samples) >> np.uint64(59)).astype(np.int64) - 16
-    out = floor
+    out = noise_floor(seed, num_samples)
     start, segment = 0, 0
     while start < num_samples:
         key = seed * 4096 + segment
@@ -144,8 +152,8 @@ def build_clip(recipe: dict[str, Any]) -> np.ndarray:
         recipe: `{"kind": "synthetic", "seed", "samples"}`; or `{"kind": "heldout",
             "clips": [numbers], "gap": samples, "samples"}`, the clips one after the
             other, a pause of `gap` samples after each, over and over, cut to
-            `samples`; or `{"kind": "sample", "file", "samples"}`, a demo sample. All
-            have the `sha256` of the int16 samples.
+            `samples`, over a noise floor; or `{"kind": "sample", "file",
+            "samples"}`, a demo sample. All have the `sha256` of the int16 samples.
 
     Returns:
         (samples,) float32 in [-1, 1).
@@ -162,6 +170,8 @@ def build_clip(recipe: dict[str, Any]) -> np.ndarray:
         for number in recipe["clips"]:
             parts += [heldout(number), np.zeros(recipe["gap"], dtype=np.int16)]
         samples = np.resize(np.concatenate(parts), recipe["samples"])
+        samples = samples + noise_floor(len(parts), len(samples))
+        samples = np.clip(samples, -32768, 32767).astype(np.int16)
     if checksum(samples) != recipe.get("sha256", checksum(samples)):
         raise ValueError(f"other samples than the golden file's: {recipe}")
     return samples.astype(np.float32) / 32768
