@@ -262,19 +262,19 @@ class StepBatches:
             if roll < 0.85:
                 return self._utterances(rng, ((1, 2), (2, 4))[int(roll < 0.5)], "words")
             return self._speakers(rng)
-        if roll < 0.64:
+        if roll < 0.54:
             words = ((1, 2), (2, 4), (4, 6), (6, 8))
             length = int(choice.choice(4, p=(0.15, 0.2, 0.25, 0.4)))
             return self._utterances(rng, words[length])
-        if roll < 0.88:
+        if roll < 0.76:
             return self._speakers(rng)
-        if roll < 0.91:
+        if roll < 0.79:
             return self._pairs(rng)
-        if roll < 0.92:
+        if roll < 0.8:
             return self._text(rng)
-        # Long clips cost the most and do not teach a decoder without positions to keep
-        # its place among many words: few of them, and every other one mostly silence.
-        return self._long(rng, float(choice.uniform(10.0, 34.0)), roll < 0.96)
+        # long clips are hard to keep one's place in: longer and longer ones
+        longest = 20.0 + 38.0 * min(max(2 * progress - 0.4, 0.0), 1.0)
+        return self._long(rng, float(choice.uniform(10.0, longest)))
 
     def _utterances(
         self,
@@ -319,20 +319,11 @@ class StepBatches:
             samples.append(([], render_prompt(words, clips=0), words))
         return self.assembler(samples, "text only")
 
-    def _long(
-        self, rng: np.random.Generator, seconds: float, sparse: bool = False
-    ) -> Batch:
+    def _long(self, rng: np.random.Generator, seconds: float) -> Batch:
         samples = []
         for _ in self._share(max(2, int(80 / seconds))):
-            clip = mix(
-                self.source,
-                rng,
-                "long",
-                words=(1, 4) if sparse else (2, 8),
-                seconds=(0.8 * seconds, seconds),
-                pauses=(0.5, seconds / 4) if sparse else (0.2, 2.2),
-                contrast=self.contrast,
-            )
+            length = (0.8 * seconds, seconds)
+            clip = mix(self.source, rng, "long", seconds=length, contrast=self.contrast)
             if len({s for s, _ in clip.turns}) > 1:
                 samples.append(self._either(rng, clip))
             else:

@@ -525,11 +525,7 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
 
 
 def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
-    """Trains the MTP head on the frozen model; rank 0 writes ``mtp.pt``.
-
-    The decoder's states at audio positions are taken away from half of the samples, so
-    that the head listens to the audio embeddings and not only to the decoder.
-    """
+    """Trains the MTP head on the frozen model; rank 0 writes ``mtp.pt``."""
     join(rank, world, work)
     model, _, assembler, _ = load_base(work)
     model.requires_grad_(False)
@@ -553,9 +549,6 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
             hidden = model.model.language_model(
                 inputs_embeds=embeds, use_cache=False
             ).last_hidden_state
-            chance = torch.Generator().manual_seed((SEED + step) * world + rank)
-            blind = torch.rand(len(hidden), 1, generator=chance) < 0.5
-            hidden[blind & (batch.input_ids == assembler.audio_id)] = 0.0
         loss, shares = mtp_losses(
             head, model.lm_head, embeds, hidden, batch.labels, MTP_DEPTHS
         )
@@ -603,9 +596,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="cache folder")
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
-    parser.add_argument("--diarizer-steps", type=int, default=2700)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--mtp-steps", type=int, default=500)
+    parser.add_argument("--diarizer-steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--mtp-steps", type=int, default=600)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     work, world = arguments.work.absolute(), arguments.processes
