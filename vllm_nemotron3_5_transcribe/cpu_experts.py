@@ -8,6 +8,7 @@ are sorted by expert once, every expert that received tokens does two plain
 matrix products on its rows, and each token sums its experts in ``float32``.
 """
 
+import numpy as np
 import torch
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -60,25 +61,26 @@ def run_non_gated_experts(
     top_k = topk_ids.shape[1]
     num_experts = up_weight.shape[0]
 
+    # In numpy: a decoding step has a handful of pairs, and its calls cost a fraction.
     # Slots without a local expert get the id one past the last and sort behind.
-    expert_ids = topk_ids.reshape(-1).long()
+    expert_ids = topk_ids.numpy().reshape(-1)
     unused = expert_ids < 0
     if expert_map is not None:
-        expert_ids = expert_map[expert_ids.clamp(min=0)].long()
+        expert_ids = expert_map.numpy()[np.where(unused, 0, expert_ids)]
         unused |= expert_ids < 0
-    expert_ids = expert_ids.masked_fill(unused, num_experts)
+    expert_ids = np.where(unused, num_experts, expert_ids)
 
-    order = torch.argsort(expert_ids, stable=True)
-    counts = torch.bincount(expert_ids, minlength=num_experts + 1).tolist()
-    num_used = order.numel() - counts[num_experts]
-    rows = hidden_states[order[:num_used] // top_k]
+    order = expert_ids.argsort(kind="stable")
+    counts = np.bincount(expert_ids, minlength=num_experts + 1)[:num_experts]
+    used = counts.nonzero()[0].tolist()
+    sizes = counts[used].tolist()
+    num_used = sum(sizes)
+    rows = hidden_states.index_select(0, torch.from_numpy(order[:num_used] // top_k))
 
+    inner = rows.new_empty(num_used, up_weight.shape[1])
     # One zero row at the end stands for every unused slot.
-    expert_out = hidden_states.new_empty(num_used + 1, hidden)
+    expert_out = rows.new_empty(num_used + 1, hidden)
     expert_out[num_used].zero_()
-    used = [expert for expert, count in enumerate(counts[:num_experts]) if count]
-    sizes = [counts[expert] for expert in used]
-    inner = hidden_states.new_empty(num_used, up_weight.shape[1])
     for expert, x, out in zip(used, rows.split(sizes), inner.split(sizes)):
         torch.mm(x, up_weight[expert].t(), out=out)
         if up_bias is not None:
@@ -91,15 +93,13 @@ def run_non_gated_experts(
             out += down_bias[expert]
 
     # Where each (token, slot) pair went in the sorted order.
-    position = torch.empty_like(order)
-    position[order] = torch.arange(order.numel())
-    position = position.clamp_(max=num_used).view(num_tokens, top_k)
-
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    position = position.clip(max=num_used).reshape(num_tokens, top_k)
     total = torch.zeros(num_tokens, hidden, dtype=torch.float32)
     weights = topk_weights.float()
-    for slot in range(top_k):
-        picked = expert_out[position[:, slot]].float()
-        total.addcmul_(picked, weights[:, slot, None])
+    for slot, picked in enumerate(torch.from_numpy(position).unbind(1)):
+        total.addcmul_(expert_out[picked].float(), weights[:, slot, None])
     return total.to(hidden_states.dtype)
 
 

@@ -16,6 +16,7 @@ arithmetic of a decode without drafts.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -119,6 +120,25 @@ def _equal_lengths(
             yield sequences, (first[:, None] + torch.arange(length)).flatten(), length
 
 
+def _take(tensor: torch.Tensor, tokens: torch.Tensor | slice) -> torch.Tensor:
+    """Rows of a tensor, without a view where they are all of them."""
+    if isinstance(tokens, slice) and tokens == slice(0, len(tensor)):
+        return tensor
+    return tensor[tokens]
+
+
+@functools.cache
+def _ones(count: int) -> torch.Tensor:
+    """Read only: the same tensor each time."""
+    return torch.ones(count, dtype=torch.int32)
+
+
+@functools.cache
+def _steps(count: int, step: int) -> torch.Tensor:
+    """``count`` multiples of ``step``. Read only: the same tensor each time."""
+    return torch.arange(0, count * step, step, dtype=torch.int32)
+
+
 def convolve_with_drafts(
     convolve: Callable[..., torch.Tensor],
     x: torch.Tensor,
@@ -153,20 +173,22 @@ def convolve_with_drafts(
         Shaped like ``x``.
     """
     # Plain numbers: the sequences are few, and indices in tensors cost more.
-    blocks = conv_state_indices.reshape(len(conv_state_indices), -1)[:, 0].tolist()
+    indices = conv_state_indices.tolist()
+    blocks = [row[0] for row in indices] if conv_state_indices.ndim > 1 else indices
     accepted = num_accepted_tokens.tolist()
     history = weight.shape[1] - 1
-    out = torch.empty_like(x)
+    out = None
     for sequences, tokens, length in _equal_lengths(
         query_start_loc, blocks, null_block_id
     ):
-        windows = []
-        for sequence in sequences:
-            start = max(accepted[sequence] - 1, 0)
-            windows.append(conv_state[blocks[sequence], :, start : start + history])
-        old = torch.stack(windows)
-        new = x[tokens].view(len(sequences), length, -1).transpose(1, 2)
-        kept = torch.cat([old[:, :, 1:], new.to(old.dtype)], 2)
+        count = len(sequences)
+        windows = [conv_state[blocks[sequence]] for sequence in sequences]
+        starts = [max(accepted[sequence] - 1, 0) for sequence in sequences]
+        old = torch.stack(
+            [window.narrow(1, start, history) for window, start in zip(windows, starts)]
+        )
+        new = _take(x, tokens).view(count, length, -1).transpose(1, 2)
+        kept = torch.cat([old.narrow(2, 1, history - 1), new.to(old.dtype)], 2)
         # From here on `old` is the kernel's, which moves its windows on.
         done = convolve(
             new,
@@ -174,13 +196,18 @@ def convolve_with_drafts(
             weight,
             bias,
             activation,
-            conv_state_indices=torch.arange(len(sequences), dtype=torch.int32),
+            conv_state_indices=_steps(count, 1),
             null_block_id=-1,
         )
-        out[tokens] = done.transpose(1, 2).reshape(-1, x.shape[1])
-        for sequence, inputs in zip(sequences, kept):
-            conv_state[blocks[sequence], :, : kept.shape[2]] = inputs
-    return out
+        done = done.transpose(1, 2).reshape(-1, x.shape[1])
+        for window, inputs in zip(windows, kept):
+            window.narrow(1, 0, inputs.shape[1]).copy_(inputs)
+        if len(done) == len(x):
+            return done
+        if out is None:
+            out = torch.empty_like(x)
+        out[tokens] = done
+    return torch.empty_like(x) if out is None else out
 
 
 def update_state_with_drafts(
@@ -241,17 +268,17 @@ def update_state_with_drafts(
             if source != row[-1]:
                 state[row[-1]] = state[source]
         count = len(sequences)
-        part = out[tokens]
+        part = _take(out, tokens)
         update(
             state,
-            x[tokens],
-            dt[tokens],
+            _take(x, tokens),
+            _take(dt, tokens),
             A,
-            B[tokens],
-            C[tokens],
+            _take(B, tokens),
+            _take(C, tokens),
             D,
             dt_bias,
-            z=None if z is None else z[tokens],
+            z=None if z is None else _take(z, tokens),
             out=part,
             # It goes on from the only column, whatever was accepted.
             state_batch_indices=torch.tensor(
@@ -259,8 +286,8 @@ def update_state_with_drafts(
             ),
             dst_state_batch_indices=torch.tensor(kept, dtype=torch.int32),
             null_block_id=-1,
-            num_accepted_tokens=torch.ones(count, dtype=torch.int32),
-            cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32),
+            num_accepted_tokens=_ones(count),
+            cu_seqlens=_steps(count + 1, length),
             **options,
         )
         if not isinstance(tokens, slice):
