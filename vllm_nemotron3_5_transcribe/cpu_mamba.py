@@ -177,7 +177,7 @@ def convolve_with_drafts(
     blocks = [row[0] for row in indices] if conv_state_indices.ndim > 1 else indices
     accepted = num_accepted_tokens.tolist()
     history = weight.shape[1] - 1
-    out = None
+    out = torch.empty_like(x)
     for sequences, tokens, length in _equal_lengths(
         query_start_loc, blocks, null_block_id
     ):
@@ -204,10 +204,8 @@ def convolve_with_drafts(
             window.narrow(1, 0, inputs.shape[1]).copy_(inputs)
         if len(done) == len(x):
             return done
-        if out is None:
-            out = torch.empty_like(x)
         out[tokens] = done
-    return torch.empty_like(x) if out is None else out
+    return out
 
 
 def update_state_with_drafts(
