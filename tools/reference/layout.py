@@ -801,11 +801,14 @@ def read_metadata(checkpoint: str | Path) -> dict[str, str]:
 
 def feature_extractor(
     nemo_config: dict[str, Any],
+    kind: type[NemotronAsrStreamingFeatureExtractor] = (
+        NemotronAsrStreamingFeatureExtractor
+    ),
 ) -> NemotronAsrStreamingFeatureExtractor:
     """Build the reference's log-mel front end for a NeMo configuration."""
     values = nemo_config.get("perception", {}).get("preprocessor", {})
     rate = values.get("sample_rate", 16000)
-    return NemotronAsrStreamingFeatureExtractor(
+    return kind(
         feature_size=values.get("features", 128),
         sampling_rate=rate,
         hop_length=round(values.get("window_stride", 0.01) * rate),
