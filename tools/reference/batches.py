@@ -225,7 +225,8 @@ class StepBatches:
 
     Kind and length of a batch follow a plan and are the same in every process:
     ``course`` starts easy and takes in everything, ``all`` is its end, ``speakers``
-    is turns of several speakers above all.
+    is turns of several speakers above all. The clips of a batch have equally many words
+    or turns, so that little of it is padding and no process waits long for another.
     """
 
     def __init__(
@@ -256,24 +257,27 @@ class StepBatches:
         progress = step / self.steps if self.plan == "course" else 1.0
         roll = choice.random()
         if self.plan == "speakers" and roll < 0.85:
-            return self._speakers(rng, 16) if roll < 0.7 else self._long(rng, 20.0)
+            if roll < 0.7:
+                return self._speakers(choice, rng, 16)
+            return self._long(rng, 20.0)
         if progress < 0.1:
             # single words first: every frame's word is known
             if roll < 0.85:
                 return self._utterances(rng, ((1, 2), (2, 4))[int(roll < 0.5)], "words")
-            return self._speakers(rng)
-        if roll < 0.54:
+            return self._speakers(choice, rng)
+        if roll < 0.58:
             words = ((1, 2), (2, 4), (4, 6), (6, 8))
-            length = int(choice.choice(4, p=(0.15, 0.2, 0.25, 0.4)))
-            return self._utterances(rng, words[length])
-        if roll < 0.76:
-            return self._speakers(rng)
-        if roll < 0.79:
-            return self._pairs(rng)
+            fewest, most = words[choice.choice(4, p=(0.15, 0.2, 0.25, 0.4))]
+            count = int(choice.integers(fewest, most + 1))
+            return self._utterances(rng, (count, count))
         if roll < 0.8:
+            return self._speakers(choice, rng)
+        if roll < 0.83:
+            return self._pairs(rng)
+        if roll < 0.84:
             return self._text(rng)
         # long clips are hard to keep one's place in: longer and longer ones
-        longest = 20.0 + 38.0 * min(max(2 * progress - 0.4, 0.0), 1.0)
+        longest = 20.0 + 25.0 * min(max(2 * progress - 0.4, 0.0), 1.0)
         return self._long(rng, float(choice.uniform(10.0, longest)))
 
     def _utterances(
@@ -292,10 +296,14 @@ class StepBatches:
             samples.append(sample)
         return self.assembler(samples, "utterance")
 
-    def _speakers(self, rng: np.random.Generator, count: int = 10) -> Batch:
-        samples = []
+    def _speakers(
+        self, choice: np.random.Generator, rng: np.random.Generator, count: int = 10
+    ) -> Batch:
+        samples, turns = [], int(choice.integers(2, 6))
         for _ in self._share(count):
-            clip = mix(self.source, rng, "speakers", contrast=self.contrast)
+            clip = mix(
+                self.source, rng, "speakers", contrast=self.contrast, turns=turns
+            )
             samples.append(self._either(rng, clip))
         return self.assembler(samples, "speakers")
 

@@ -462,6 +462,7 @@ def mix(
     seconds: tuple[float, float] = (20.0, 58.0),
     clean: bool = False,
     contrast: bool = False,
+    turns: int | None = None,
 ) -> Clip:
     """Mixes one clip.
 
@@ -476,6 +477,7 @@ def mix(
         seconds: Shortest and longest duration aimed at by ``long``.
         clean: Leaves out noise and channel effects.
         contrast: The first two speakers' pitches are at least 40 % apart.
+        turns: How many turns ``speakers`` take; without it 2 to 5.
     """
     voices, names = [], set()
     for number in rng.permutation(len(source.voices)):
@@ -489,13 +491,14 @@ def mix(
         if len(voices) == 3:
             break
     if contrast and len(voices) < 3:
-        return mix(source, rng, kind, words, seconds, clean, contrast)
+        return mix(source, rng, kind, words, seconds, clean, contrast, turns)
     factors = [float(f) for f in rng.uniform(0.93, 1.08, 3)]
     gains = [10 ** (-float(g) / 20) for g in rng.uniform(0, 6, 3)]
     plan: list[tuple[int, int, float]] = []  # speaker, words, pause before
     if kind == "speakers":
         speakers = 3 if rng.random() < 0.2 else 2
-        turns = int(rng.integers(speakers, 6))
+        drawn = int(rng.integers(speakers, 6))
+        turns = drawn if turns is None else turns
         last = -1
         for turn in range(turns):
             options = [s for s in range(speakers) if s != last]
