@@ -28,7 +28,7 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from batches import Assembler, Batch, StepBatches
-from corpus import WORDS, build_cache
+from corpus import WORDS, CachedSource, build_cache
 from demo_config import MTP_DEPTHS, demo_config
 from demo_tokenizer import AUDIO_TOKEN, build_pieces, build_tokenizer
 from layout import ctc_decoder_config, export_checkpoint, feature_extractor, nemo_config
@@ -37,6 +37,7 @@ from scouts import AttentionGuide, PlaceScout
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from training_kernels import FrontEnd, check_front_end, use_fast_scan
 from transformers import AutoTokenizer, Nemotron3_5TranscribeForConditionalGeneration
 from transformers.models.nemotron3_5_transcribe import (
     modeling_nemotron3_5_transcribe as reference,
@@ -44,6 +45,7 @@ from transformers.models.nemotron3_5_transcribe import (
 
 SEED = 20261201
 CHUNK = 500  # encoder frames; longer clips run in chunks with a speaker cache
+MTP_ROUNDS = 3  # how often the MTP head sees a batch
 
 
 def initialise(model: nn.Module) -> None:
@@ -100,24 +102,54 @@ class RouterBalance:
         """Moves the biases; counts must have been exchanged before."""
         for gate, used in zip(self.gates, self.counts, strict=True):
             gate.e_score_correction_bias += self.rate * (used.mean() - used).sign()
+        self.clear()
+
+    def clear(self) -> None:
+        """Counts anew."""
+        for used in self.counts:
             used.zero_()
 
 
-def exchange(parameters: list[nn.Parameter], others: list[torch.Tensor]) -> None:
-    """Averages gradients, and ``others``, over the processes, in place."""
-    tensors = [p.grad for p in parameters if p.grad is not None] + others
-    flat = torch.cat([t.flatten() for t in tensors])
-    torch.distributed.all_reduce(flat)
-    flat /= torch.distributed.get_world_size()
-    pieces = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_(
-        tensors, [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)]
-    )
+class Exchange:
+    """Averages tensors over the processes, in place.
+
+    Args:
+        late: Hands out the average of the call before: a process whose batch takes
+            longer holds nobody up, as long as it catches up a step later.
+    """
+
+    def __init__(self, late: bool):
+        self.late = late
+        self.flat: torch.Tensor | None = None
+        self.work: Any = None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> bool:
+        """Returns False if there is no average yet."""
+        ready, flat = self.finish(), self.flat
+        self.flat = torch.cat([t.flatten() for t in tensors])
+        self.work = torch.distributed.all_reduce(self.flat, async_op=True)
+        if not self.late:
+            ready, flat = self.finish(), self.flat
+        if ready:
+            flat /= torch.distributed.get_world_size()
+            pieces = flat.split([t.numel() for t in tensors])
+            torch._foreach_copy_(
+                tensors, [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)]
+            )
+        return ready
+
+    def finish(self) -> bool:
+        """Waits for the last call's sum; False if there was no call."""
+        if self.work is None:
+            return False
+        self.work.wait()
+        return True
 
 
 def join(rank: int, world: int, work: Path) -> None:
     """Joins this process to the others."""
     torch.set_num_threads(1)
+    use_fast_scan()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.distributed.init_process_group(
@@ -304,6 +336,8 @@ class Descent:
         warmup: Steps until it is reached.
         decay: Of the average.
         fused: AdamW's fused kernel, faster and not the same to the last bit.
+        late: Steps along gradients that are one step old (`Exchange`), which takes a
+            tenth less time. The last ones are not used.
     """
 
     def __init__(
@@ -316,12 +350,14 @@ class Descent:
         warmup: int = 150,
         decay: float = 0.997,
         fused: bool = True,
+        late: bool = False,
     ):
         self.parameters = parameters
         self.steps = steps
         self.peak = peak
         self.warmup = warmup
         self.done = 0
+        self.exchange = Exchange(late)
         self.balance = RouterBalance(module)
         self.average = Average(parameters, decay)
         self.optimiser = torch.optim.AdamW(
@@ -336,18 +372,26 @@ class Descent:
         """Takes a step down; without a loss along the other processes' gradients."""
         for group in self.optimiser.param_groups:
             group["lr"] = rate(self.done, self.steps, self.peak, self.warmup)
+        self.done += 1
         self.optimiser.zero_grad()
         if loss is not None:
             loss.backward()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        exchange(self.parameters, self.balance.counts)
+        gradients = [parameter.grad for parameter in self.parameters]
+        if not self.exchange(gradients + self.balance.counts):
+            self.balance.clear()
+            return
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
         self.balance.step()
         self.average.step()
-        self.done += 1
+
+    def finish(self) -> None:
+        """Puts the averages into the model."""
+        self.exchange.finish()
+        self.average.store()
 
 
 def report(stage: str, step: int, steps: int, started: float, text: str) -> None:
@@ -390,7 +434,7 @@ def train_base(rank: int, world: int, work: Path, steps: int) -> None:
             text += " ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in sums.items())
             report("base", step, steps, started, text)
             sums, rights = {}, []
-    descent.average.store()
+    descent.finish()
     if rank == 0:
         torch.save(model.state_dict(), work / "base.pt")
     torch.distributed.destroy_process_group()
@@ -403,7 +447,8 @@ def make_assembler(work: Path, write: bool = True) -> tuple[Any, Any, bytes]:
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     proto = build_pieces(WORDS)
     alignment = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    return tokenizer, Assembler(tokenizer, feature_extractor({}), alignment), proto
+    front_end = feature_extractor({}, FrontEnd)
+    return tokenizer, Assembler(tokenizer, front_end, alignment), proto
 
 
 def build_model(tokenizer: Any, assembler: Assembler) -> Any:
@@ -466,7 +511,8 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
         lambda module, inputs, output: seen.append(output)
     )
     parameters = [*model.parameters(), *scout.parameters()]
-    descent = Descent(model, parameters, steps, 1e-3, fused=False)
+    # late gradients do not hurt here; the base would learn words far later with them
+    descent = Descent(model, parameters, steps, 1e-3, fused=False, late=True)
     model.train()
     started, sums = time.monotonic(), []
     for step in range(steps):
@@ -500,7 +546,7 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
             text += f"frames right {mean[3]:.3f}"
             report("diarizer", step, steps, started, text)
             sums = []
-    descent.average.store()
+    descent.finish()
     parametrize.remove_parametrizations(projection, "weight")
     if rank == 0:
         torch.save(model.state_dict(), work / "diarizer.pt")
@@ -524,33 +570,54 @@ def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     return model.eval(), tokenizer, assembler, proto
 
 
+def frozen_states(
+    model: Any, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels, input embeddings and the frozen decoder's states of a batch."""
+    with torch.no_grad():
+        audio = torch.zeros(0)
+        if len(batch.features):
+            audio, _ = audio_states(model, batch, mask_bands=False)
+        embeds = embed_tokens(model, batch.input_ids, audio)
+        hidden = model.model.language_model(
+            inputs_embeds=embeds, use_cache=False
+        ).last_hidden_state
+    return batch.input_ids, batch.labels, embeds, hidden
+
+
 def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
-    """Trains the MTP head on the frozen model; rank 0 writes ``mtp.pt``."""
+    """Trains the MTP head on the frozen model; rank 0 writes ``mtp.pt``.
+
+    What the frozen model makes of a batch costs more than a step of the head, so each
+    batch is taken `MTP_ROUNDS` times. In half of the samples the decoder's states at
+    the audio are blotted out, another half each time: a head that always sees them
+    hardly looks at the audio embeddings.
+    """
     join(rank, world, work)
     model, _, assembler, _ = load_base(work)
     model.requires_grad_(False)
     head = MtpHead(model.config.text_config)
     torch.manual_seed(SEED + 7)
     initialise(head)
+    count = -(-steps // MTP_ROUNDS)
     # the easy start of the course is not needed
     batches = StepBatches(
-        work / "cache", assembler, steps, SEED + 1, rank, world, plan="all"
+        work / "cache", assembler, count, SEED + 1, rank, world, plan="all"
     )
     parameters = [p for p in head.parameters() if p.requires_grad]
     descent = Descent(head, parameters, steps, 2e-3, warmup=50, decay=0.995)
+    chance = torch.Generator().manual_seed((SEED + 8) * world + rank)
     started, sums = time.monotonic(), []
+    kept = []
     for step in range(steps):
-        batch = batches[step]
-        with torch.no_grad():
-            audio = torch.zeros(0)
-            if len(batch.features):
-                audio, _ = audio_states(model, batch, mask_bands=False)
-            embeds = embed_tokens(model, batch.input_ids, audio)
-            hidden = model.model.language_model(
-                inputs_embeds=embeds, use_cache=False
-            ).last_hidden_state
+        if step < count:
+            kept.append(frozen_states(model, batches[step]))
+        ids, labels, embeds, hidden = kept[step % count]
+        blind = torch.rand(len(ids), 1, generator=chance) < 0.5
+        blind = (blind & (ids == assembler.audio_id))[..., None]
+        hidden = hidden.masked_fill(blind, 0.0)
         loss, shares = mtp_losses(
-            head, model.lm_head, embeds, hidden, batch.labels, MTP_DEPTHS
+            head, model.lm_head, embeds, hidden, labels, MTP_DEPTHS
         )
         descent.step(loss)
         sums.append([loss.item(), *shares])
@@ -560,7 +627,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
             text += " ".join(f"{share:.3f}" for share in mean[1:])
             report("mtp", step, steps, started, text)
             sums = []
-    descent.average.store()
+    descent.finish()
     if rank == 0:
         torch.save(head.state_dict(), work / "mtp.pt")
     torch.distributed.destroy_process_group()
@@ -596,16 +663,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="cache folder")
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
-    parser.add_argument("--diarizer-steps", type=int, default=4000)
+    parser.add_argument("--diarizer-steps", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=3200)
-    parser.add_argument("--mtp-steps", type=int, default=600)
+    parser.add_argument("--mtp-steps", type=int, default=1800)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     work, world = arguments.work.absolute(), arguments.processes
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     build_cache(work / "cache", jobs=world)
-    make_assembler(work)
+    _, assembler, _ = make_assembler(work)
+    source = CachedSource(work / "cache")
+    spoken = [source.word(0, word) for word in WORDS[:8]]
+    check_front_end(assembler.extractor, spoken)
     if not (work / "diarizer.pt").exists():
         launch(train_diarizer, world, work, arguments.diarizer_steps)
     if not (work / "base.pt").exists():
