@@ -6,9 +6,10 @@
         --count 40 --out clips
     .venv/bin/python -m benchmarks.mtp examples/demo/checkpoint clips
 
-All engines, without drafts and with 1 to 4, are there at once and take turns, clip by
-clip, so that what else the machine does hits all of them alike; ratios are taken within
-a repeat. Each time a clip is a little quieter, so that no cache answers it.
+All engines, without drafts and with 1 to 4, are there at once and take turns of a few
+clips, so that what else the machine does hits all of them alike; ratios are taken
+within a repeat. Between turns nothing runs until the workers have stopped spinning.
+Each time a clip is a little quieter, so that no cache answers it.
 
 Of one stream, `decoding` counts from the first token to the last one, and `request`
 all of a request, the audio tower included. Of more streams there is only `request`.
@@ -33,6 +34,11 @@ from tools.word_error_rate import read_clips
 
 MAX_MODEL_LEN = 1024
 MAX_TOKENS = 120
+TURN = 5  # clips, one after the other
+
+# A worker looks for its next message without sleeping until nothing came for a second
+# (`SpinCondition` of vLLM), and would take a core from the engine whose turn it is.
+SPIN_SECONDS = 1.2
 
 
 class Speed(NamedTuple):
@@ -77,9 +83,12 @@ def measure(
         streams: 1 for one prompt at a time; engines bound a larger number themselves.
     """
     tallies = {drafts: Tally() for drafts in engines}
-    for group in [[one] for one in prompts] if streams == 1 else [prompts]:
+    groups = [[one] for one in prompts] if streams == 1 else [prompts]
+    for first in range(0, len(groups), TURN):
         for drafts, llm in engines.items():
-            tallies[drafts].generate(llm, group)
+            time.sleep(SPIN_SECONDS)
+            for group in groups[first : first + TURN]:
+                tallies[drafts].generate(llm, group)
     return {
         drafts: Speed(
             tally.tokens / tally.seconds,
