@@ -4,7 +4,7 @@
 
 from transformers import Nemotron3_5TranscribeConfig
 
-PATTERN = "M*EM*EM*E"
+PATTERN = "M*EM*EM*EM*E"
 HIDDEN = 192
 ASR_HIDDEN = 192
 DIARIZER_HIDDEN = 96
@@ -20,7 +20,11 @@ def _rope(fraction: float) -> dict:
 
 
 def demo_config(
-    vocab_size: int, pieces: int, eos_token_id: int, pad_token_id: int
+    vocab_size: int,
+    pieces: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    layers: int = len(PATTERN),
 ) -> Nemotron3_5TranscribeConfig:
     """Returns the demo model's configuration.
 
@@ -31,6 +35,7 @@ def demo_config(
         pieces: Size of the alignment tokenizer; the blank is the id after the last.
         eos_token_id: Id of ``<|im_end|>``.
         pad_token_id: Id of the padding token.
+        layers: How many of the decoder's layers there are, from the first one.
     """
     return Nemotron3_5TranscribeConfig(
         audio_config={
@@ -66,7 +71,7 @@ def demo_config(
             "model_type": "nemotron_h",
             "vocab_size": vocab_size,
             "hidden_size": HIDDEN,
-            "hybrid_override_pattern": PATTERN,
+            "hybrid_override_pattern": PATTERN[:layers],
             "num_attention_heads": 6,
             "num_key_value_heads": 2,
             "head_dim": 32,

@@ -6,8 +6,9 @@
     .venv-reference/bin/python tools/reference/train.py \\
         --work /path/for/cache --out examples/demo/checkpoint
 
-Speaks the corpus (a few minutes), trains the diarizer, then the rest on top of it,
-then the MTP head alone with everything else frozen, and exports. Seeds are fixed, so
+Speaks the corpus (a few minutes), trains the diarizer, then the rest on top of it, then
+the decoder's last layers and after them the MTP head, with everything before them
+frozen, and exports. Seeds are fixed, so
 the same machine gives the same checkpoint. A stage whose result lies in ``--work`` is
 not run again.
 
@@ -18,6 +19,7 @@ more to the barriers between two threads than one exchange of gradients costs.
 import argparse
 import math
 import os
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch.distributed
 import torch.multiprocessing
 from batches import Assembler, Batch, StepBatches
 from corpus import WORDS, CachedSource, build_cache
-from demo_config import MTP_DEPTHS, demo_config
+from demo_config import MTP_DEPTHS, PATTERN, demo_config
 from demo_tokenizer import AUDIO_TOKEN, build_pieces, build_tokenizer
 from layout import ctc_decoder_config, export_checkpoint, feature_extractor, nemo_config
 from mtp import MtpHead, mtp_losses
@@ -45,6 +47,7 @@ from transformers.models.nemotron3_5_transcribe import (
 
 SEED = 20261201
 CHUNK = 500  # encoder frames; longer clips run in chunks with a speaker cache
+BASE_LAYERS = 9  # of the decoder; the others are trained on top of the frozen base
 MTP_ROUNDS = 3  # how often the MTP head sees a batch
 
 
@@ -54,7 +57,7 @@ def initialise(model: nn.Module) -> None:
     The reference's fixed 0.02 suits thousands of channels; with 192 it leaves every
     layer near zero for hundreds of steps.
     """
-    layers = {"asr_encoder": 4, "diarization_model": 3, "language_model": 9}
+    layers = {"asr_encoder": 4, "diarization_model": 3, "language_model": BASE_LAYERS}
     for name, module in model.named_modules():
         depth = next((d for part, d in layers.items() if part in name), 2)
         if isinstance(module, nn.Linear):
@@ -301,12 +304,19 @@ class Teacher(nn.Module):
             inputs_embeds=embeds, use_cache=False
         ).last_hidden_state
         out["place"], out["guide"] = self.place(batch), self.guide(batch)
-        wanted = batch.labels[:, 1:]
-        chosen = wanted != -100
-        logits = model.lm_head(hidden[:, :-1][chosen])
-        out["text"] = F.cross_entropy(logits, wanted[chosen])
-        right = (logits.argmax(-1) == wanted[chosen]).float().mean().item()
+        out["text"], right = text_loss(model, hidden, batch.labels)
         return out, right
+
+
+def text_loss(
+    model: Any, hidden: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Cross-entropy of the transcripts and the share of right next tokens."""
+    wanted = labels[:, 1:]
+    chosen = wanted != -100
+    logits = model.lm_head(hidden[:, :-1][chosen])
+    loss = F.cross_entropy(logits, wanted[chosen])
+    return loss, (logits.argmax(-1) == wanted[chosen]).float().mean().item()
 
 
 def rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -406,10 +416,10 @@ def report(stage: str, step: int, steps: int, started: float, text: str) -> None
 
 
 def train_base(rank: int, world: int, work: Path, steps: int) -> None:
-    """Trains all but the diarizer and the MTP head; rank 0 writes ``base.pt``."""
+    """Trains all but diarizer, last layers and MTP head; rank 0 writes ``base.pt``."""
     join(rank, world, work)
     tokenizer, assembler, _ = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
+    model = build_model(tokenizer, assembler, BASE_LAYERS)
     diarizer = model.model.audio_tower.diarization_model
     diarizer.load_state_dict(torch.load(work / "diarizer.pt"))
     diarizer.requires_grad_(False)
@@ -451,14 +461,15 @@ def make_assembler(work: Path, write: bool = True) -> tuple[Any, Any, bytes]:
     return tokenizer, Assembler(tokenizer, front_end, alignment), proto
 
 
-def build_model(tokenizer: Any, assembler: Assembler) -> Any:
-    """The untrained model."""
+def build_model(tokenizer: Any, assembler: Assembler, layers: int) -> Any:
+    """The untrained model, with so many decoder layers."""
     torch.manual_seed(SEED)
     config = demo_config(
         tokenizer.convert_tokens_to_ids(AUDIO_TOKEN),
         assembler.alignment.get_piece_size(),
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
+        layers,
     )
     # a shorter scan chunk is the same sum in less padding
     config.text_config.chunk_size = 64
@@ -492,7 +503,7 @@ def train_diarizer(rank: int, world: int, work: Path, steps: int) -> None:
     """
     join(rank, world, work)
     tokenizer, assembler, _ = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
+    model = build_model(tokenizer, assembler, BASE_LAYERS)
     model = model.model.audio_tower.diarization_model
     batches = StepBatches(
         work / "cache", assembler, steps, SEED + 2, rank, world, plan="speakers"
@@ -561,13 +572,72 @@ def round_weights(module: nn.Module) -> None:
             value.copy_(value.bfloat16())
 
 
-def load_base(work: Path) -> tuple[Any, Any, Assembler, bytes]:
+def load_model(work: Path) -> tuple[Any, Any, Assembler, bytes]:
     """The trained model with stored precision, tokenizer, assembler, alignment."""
     tokenizer, assembler, proto = make_assembler(work, write=False)
-    model = build_model(tokenizer, assembler)
-    model.load_state_dict(torch.load(work / "base.pt"))
+    model = build_model(tokenizer, assembler, len(PATTERN))
+    model.load_state_dict(torch.load(work / "decoder.pt"))
     round_weights(model)
     return model.eval(), tokenizer, assembler, proto
+
+
+def load_base(work: Path) -> tuple[Any, Assembler]:
+    """The model with the trained base, whose last layers add nothing yet."""
+    tokenizer, assembler, _ = make_assembler(work, write=False)
+    model = build_model(tokenizer, assembler, len(PATTERN))
+    state = model.state_dict()
+    model.load_state_dict(state | torch.load(work / "base.pt"))
+    for layer in model.model.language_model.layers[BASE_LAYERS:]:
+        for name, parameter in layer.named_parameters():
+            if re.search(r"(o_proj|out_proj|down_proj)(\.weight)?$", name):
+                nn.init.zeros_(parameter)
+    round_weights(model)
+    return model.eval(), assembler
+
+
+def train_top(rank: int, world: int, work: Path, steps: int) -> None:
+    """Trains the decoder's last layers; rank 0 writes ``decoder.pt``.
+
+    They start as the identity, which trains in a fraction of the time that a decoder
+    of full depth takes from the start.
+    """
+    join(rank, world, work)
+    model, assembler = load_base(work)
+    model.requires_grad_(False)
+    decoder = model.model.language_model
+    top = nn.ModuleList([*decoder.layers[BASE_LAYERS:], decoder.norm_f, model.lm_head])
+    top.requires_grad_(True)
+    batches = StepBatches(
+        work / "cache", assembler, steps, SEED + 4, rank, world, plan="all"
+    )
+    torch.manual_seed(SEED + rank)
+    parameters = [p for p in top.parameters() if p.requires_grad]
+    descent = Descent(top, parameters, steps, 1e-3, warmup=50, decay=0.99)
+    started, sums = time.monotonic(), []
+    for step in range(steps):
+        batch = batches[step]
+        embeds = embed_batch(model, batch, mask_bands=True)
+        hidden = decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        loss, right = text_loss(model, hidden, batch.labels)
+        descent.step(loss)
+        sums.append([loss.item(), right])
+        if rank == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
+            mean = torch.tensor(sums).mean(0).tolist()
+            text = f"text {mean[0]:.3f} tokens right {mean[1]:.3f}"
+            report("top", step, steps, started, text)
+            sums = []
+    descent.finish()
+    if rank == 0:
+        torch.save(model.state_dict(), work / "decoder.pt")
+    torch.distributed.destroy_process_group()
+
+
+def embed_batch(model: Any, batch: Batch, mask_bands: bool) -> torch.Tensor:
+    """The decoder's input ``(samples, tokens, width)``, audio included."""
+    audio = torch.zeros(0)
+    if len(batch.features):
+        audio, _ = audio_states(model, batch, mask_bands)
+    return embed_tokens(model, batch.input_ids, audio)
 
 
 def frozen_states(
@@ -575,10 +645,7 @@ def frozen_states(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, labels, input embeddings and the frozen decoder's states of a batch."""
     with torch.no_grad():
-        audio = torch.zeros(0)
-        if len(batch.features):
-            audio, _ = audio_states(model, batch, mask_bands=False)
-        embeds = embed_tokens(model, batch.input_ids, audio)
+        embeds = embed_batch(model, batch, mask_bands=False)
         hidden = model.model.language_model(
             inputs_embeds=embeds, use_cache=False
         ).last_hidden_state
@@ -594,7 +661,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
     hardly looks at the audio embeddings.
     """
     join(rank, world, work)
-    model, _, assembler, _ = load_base(work)
+    model, _, assembler, _ = load_model(work)
     model.requires_grad_(False)
     head = MtpHead(model.config.text_config)
     torch.manual_seed(SEED + 7)
@@ -635,7 +702,7 @@ def train_mtp(rank: int, world: int, work: Path, steps: int) -> None:
 
 def export(work: Path, out: Path, with_mtp: bool) -> None:
     """Writes the checkpoint folder."""
-    model, tokenizer, assembler, proto = load_base(work)
+    model, tokenizer, assembler, proto = load_model(work)
     model.config.text_config.chunk_size = 128
     state = None
     if with_mtp:
@@ -665,6 +732,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("examples/demo/checkpoint"))
     parser.add_argument("--diarizer-steps", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--top-steps", type=int, default=600)
     parser.add_argument("--mtp-steps", type=int, default=1800)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -680,6 +748,8 @@ def main() -> None:
         launch(train_diarizer, world, work, arguments.diarizer_steps)
     if not (work / "base.pt").exists():
         launch(train_base, world, work, arguments.steps)
+    if not (work / "decoder.pt").exists():
+        launch(train_top, world, work, arguments.top_steps)
     if not (work / "mtp.pt").exists():
         launch(train_mtp, world, work, arguments.mtp_steps)
     export(work, arguments.out, with_mtp=True)
