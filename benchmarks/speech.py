@@ -36,11 +36,6 @@ SAMPLES = ROOT / "examples" / "demo" / "samples"
 RATE = 16000
 _loudness = itertools.count(1)
 
-# What an hour is made of: twenty seconds each, with a few words in them. The demo
-# checkpoint has a token for each letter, and an hour of nothing but words would not
-# fit its context.
-_PERIOD_SECONDS = 20
-
 
 class Target(NamedTuple):
     """A server.
@@ -174,19 +169,24 @@ def measure_memory(target: Target, count: int) -> None:
     )
 
 
-def measure_hour(target: Target) -> None:
-    """Transcribe and time an hour.
+def measure_hour(target: Target, seconds: int) -> None:
+    """Transcribe and time an hour, in which the same few words come again and again.
 
     The demo checkpoint has no positions and cannot keep its place in an hour; left
     alone it writes on for tens of thousands of tokens. The answer gets the tokens that
-    the hour's words have, a letter each, so that the time is that of a right one. Cut
-    into pieces by the server (`--limit-mm-per-prompt`), it has the words right, too.
+    the hour's words have, a letter each, so that the time is that of a right one. Where
+    the server cuts the hour into pieces (`--limit-mm-per-prompt`) of a few words, it
+    has the words right, too.
+
+    Args:
+        target: The server.
+        seconds: From one time that the words are said to the next one.
     """
     words = read("words.wav")
     entries = json.loads((SAMPLES / "transcripts.json").read_text())
     text = next(entry["text"] for entry in entries if entry["file"] == "words.wav")
-    count = 3600 // _PERIOD_SECONDS
-    period = np.zeros(_PERIOD_SECONDS * RATE, np.float32)
+    count = 3600 // seconds
+    period = np.zeros(seconds * RATE, np.float32)
     period[: len(words)] = words
     hour = np.tile(period, count)
     with Peak(target) as peak:
@@ -199,12 +199,12 @@ def measure_hour(target: Target) -> None:
                 "max_completion_tokens": count * (len(text) + 1),
             },
         )
-        seconds = time.perf_counter() - start
+        spent = time.perf_counter() - start
     response.raise_for_status()
     answer = response.json()
     wrong = 100 * jiwer.wer(" ".join([text] * count), answer["text"])
     print(
-        f"an hour in {seconds:.0f} s ({3600 / seconds:.0f} times as fast as speech): "
+        f"an hour in {spent:.0f} s ({3600 / spent:.0f} times as fast as speech): "
         f"{answer['usage']['output_tokens']} tokens, {len(answer['words'])} words, the "
         f"last at {answer['words'][-1]['end']:.0f} s, {wrong:.1f} % word errors, "
         f"finished by "
@@ -258,6 +258,9 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("words", "memory", "hour"))
     parser.add_argument("--repeats", type=int, default=5, help="of the words")
     parser.add_argument("--requests", type=int, default=300, help="of the memory")
+    parser.add_argument(
+        "--period", type=int, default=20, help="seconds of the hour for six words"
+    )
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--pid", type=int, help="of its first process")
     parser.add_argument("--flags", nargs="*", default=[], help="of vllm serve")
@@ -268,7 +271,7 @@ def main() -> None:
         if "memory" in options.what:
             measure_memory(target, options.requests)
         if "hour" in options.what:
-            measure_hour(target)
+            measure_hour(target, options.period)
 
 
 if __name__ == "__main__":
